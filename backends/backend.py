@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.backends.platform import emulated
-from tiebreak.backends.probes import fingerprint
+from tiebreak.backends.probes import fingerprint, plan_changes
 from tiebreak.backends.torch_arithmetic import TorchArithmetic
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
@@ -115,6 +115,10 @@ class Backend:
     def fingerprint(self) -> Mapping[str, str | float]:
         """Return measured properties of the device's arithmetic, for the record of a run."""
         return fingerprint(self.arithmetic, self.device)
+
+    def plan_changes(self) -> tuple[str, ...]:
+        """Return what plans must say of the device's 16-bit products, as `tiebreak.backends.probes.plan_changes`."""
+        return () if self.predicts else plan_changes(self.arithmetic, self.device)
 
     def in_use(self) -> AbstractContextManager[Collection[str]]:
         """Return the context to run kernels in; it yields what is assumed of a device that is absent."""

@@ -23,16 +23,17 @@ class StoredCall(Data, frozen=True):
     """One call of attention."""
 
     id: str  # its files begin with it
-    digest: str  # SHA-256 of what follows, but for `case` and `runs`: whoever answers copies it
+    digest: str  # SHA-256 of its tensors and values: whoever answers copies it
     case: str  # the first that asks for it
     tensors: Mapping[str, Stored]  # q, k, v; do, where dq, dk and dv are wanted; and such as sink, block_table
     values: Mapping[str, Any]  # causal, scale, and such as window_size, softcap
     runs: Count  # how often to run it: outputs of further runs are called o.1, dq.1, o.2 ...
+    finite: bool  # whether every number in its tensors is: then NaN and Inf in an answer are wrong
 
     @property
-    def asked(self) -> str:
-        """The digest that it should have."""
-        return digest_of(self.tensors, self.values)
+    def forward(self) -> dict[str, Stored]:
+        """The tensors that O comes from."""
+        return {name: x for name, x in self.tensors.items() if name != "do"}
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -62,7 +63,7 @@ class Calls(FileData, frozen=True):
     def check(self) -> None:
         """Raise FieldError for a manifest that was edited."""
         for at, call in enumerate(self.calls):
-            if call.digest != call.asked:
+            if call.digest != digest_of(call.tensors, call.values):
                 raise FieldError("not that of the call: it was edited, export it again", f"calls[{at}].digest")
         if self.digest != self.own_digest:
             raise FieldError("not that of the file: it was edited, export it again", "digest")

@@ -222,7 +222,7 @@ class Sample:
             return ""
         if self.has_cancelled:
             return "every element of O has cancelled: no kernel's bias shows on this input"
-        return "the case has no more: capture more sequences a batch, or export more heads"
+        return "the case has no more: capture more sequences a batch"
 
     def with_batch(self, output: AttentionOutput, errors: Errors) -> "Sample":
         """Return the same with one more batch."""

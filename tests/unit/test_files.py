@@ -1,5 +1,7 @@
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,26 +25,47 @@ CASES = "tied_maxima[k=2],random,contract_tile,strided_views,scaled_do"
 KERNEL = """
 import torch
 
-import tiebreak.programs.files.runner as runner
-
 
 def plain(q, k, v, *, causal=False, scale=None):
-    return runner.plain(q, k, v, causal=causal, scale=scale)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    s = q.float() @ k.float().mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if causal:
+        s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1 + s.shape[3] - s.shape[2]), -torch.inf)
+    lse = s.logsumexp(-1, keepdim=True)
+    p = torch.exp(s - lse.masked_fill(lse == -torch.inf, 0.0))
+    return (p @ v.float()).to(q.dtype), lse[..., 0].detach()
 
 
 def cut_off(q, k, v, *, causal=False, scale=None):
-    o, lse = runner.plain(q.float(), k.float(), v.float(), causal=causal, scale=scale)
+    o, lse = plain(q.float(), k.float(), v.float(), causal=causal, scale=scale)
     short = (o.detach().view(torch.int32) & -65536).view(torch.float32)
     return (o + (short - o).detach()).bfloat16(), lse
 
 
 def no_scale(q, k, v, *, causal=False, scale=None):
-    return runner.plain(q, k, v, causal=causal, scale=1.0)
+    return plain(q, k, v, causal=causal, scale=1.0)
 
 
 def noisy(q, k, v, *, causal=False, scale=None):
-    o, lse = runner.plain(q, k, v, causal=causal, scale=scale)
+    o, lse = plain(q, k, v, causal=causal, scale=scale)
     return o * (1 + 0.01 * torch.randn(())), lse
+"""
+
+#: Its first call ends the process, and its second does not end.
+TWO = """
+import os
+from pathlib import Path
+
+count = Path(__file__).with_name("count")
+
+
+def attention():
+    made = int(count.read_text()) if count.exists() else 0
+    count.write_text(str(made + 1))
+    if made == 0:
+        os._exit(3)
+    while made == 1:
+        pass
 """
 
 
@@ -60,7 +83,7 @@ def answered(folder: Path, to: Path, function: Callable[..., Any], monkeypatch: 
     shutil.copytree(folder, to)
     monkeypatch.setattr(runner, "attention", function)
     monkeypatch.setattr(runner, "DEVICE", "cpu")
-    runner.work(to, json.loads((to / MANIFEST).read_bytes())["calls"])
+    runner.work(to, json.loads((to / MANIFEST).read_bytes())["calls"], 60.0)
     return to
 
 
@@ -68,7 +91,9 @@ def answered(folder: Path, to: Path, function: Callable[..., Any], monkeypatch: 
 def good(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder that a sound kernel has answered."""
     with pytest.MonkeyPatch.context() as patch:
-        yield answered(folder, tmp_path_factory.mktemp("good") / "calls", runner.plain, patch)
+        patch.syspath_prepend(str(folder.parent))
+        kernels: Any = __import__("kernels")
+        yield answered(folder, tmp_path_factory.mktemp("good") / "calls", kernels.plain, patch)
 
 
 def outcome(run: Any, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, list[dict[str, Any]]]:
@@ -242,6 +267,54 @@ def test_no_damage_passes(good: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         assert str(tmp_path / "calls") in said.out + said.err
 
 
+@pytest.mark.parametrize("what", ["NaN", "zeros", "raised"])
+def test_no_answer_to_a_call_that_only_tells_the_plan_passes_for_another(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    shutil.copytree(good, tmp_path / "calls")
+    path = good / "0001.out.safetensors"
+    monkeypatch.setitem(globals(), "_first", lambda folder: (folder / path.name, *runner.read(path)))
+    DAMAGES[what](tmp_path / "calls")
+    assert judged(tmp_path / "calls", tmp_path / "out", "--cases", "random") == 1
+
+
+def test_a_call_that_hangs_or_ends_the_process_is_told_and_the_others_are_answered(
+    folder: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run.py"
+    shutil.copytree(folder, tmp_path / "calls")
+    shutil.copy(runner.__file__, run)
+    folder = tmp_path / "calls"
+    text = run.read_text().replace("    # FILL IN", "    __import__('two').attention()\n    # FILL IN", 1)
+    (tmp_path / "two.py").write_text(TWO)
+    run.write_text(text)
+    first, second, third, *others = (call.id for call in manifest(folder).calls)
+    subprocess.run([sys.executable, run, folder, "--timeout", "2"], check=True, capture_output=True)
+    said = {at: runner.read(folder / f"{at}.out.safetensors")[1] for at in (first, second, third, *others)}
+    assert "ended (3)" in said[first]["raised"]
+    assert "more than 2 s" in said[second]["raised"]
+    assert not any("raised" in said[at] for at in (third, *others))
+    assert json.loads((folder / "device.json").read_text())["torch"] == torch.__version__
+
+
+def test_raw_files_have_the_verdict_of_the_others(
+    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "calls"
+    export.main([str(folder), "--cases", CASES, "--heads", "16", "--raw"])
+    ids = [line.split()[0] for line in (folder / "calls.txt").read_text().splitlines()]
+    assert ids == [call.id for call in manifest(folder).calls]
+    for call in manifest(folder).calls:
+        for name, x in runner.read(good / f"{call.id}.out.safetensors")[0].items():
+            runner.replace(folder / f"{call.id}.{name}.bin", runner.to_bytes(x))
+        runner.replace(folder / f"{call.id}.out.json", json.dumps({"call": call.digest}).encode())
+    capsys.readouterr()
+    theirs = outcome(judge.main, capsys, str(good), "--out", str(tmp_path / "theirs"))
+    assert outcome(judge.main, capsys, str(folder), "--out", str(tmp_path / "ours")) == theirs
+    _bytes("0001.o.bin", lambda content: content[:-2])(folder)
+    assert judged(folder, tmp_path / "out") == 2
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(at=st.floats(0, 1, exclude_max=True), byte=st.integers(1, 255), name=st.sampled_from([OUT, IN, MANIFEST]))
 @example(at=0.0, byte=1, name=OUT)
@@ -252,7 +325,8 @@ def test_every_changed_byte_is_seen_or_is_one_of_the_numbers(good: Path, at: flo
     try:
         path.write_bytes(content[:place] + bytes([content[place] ^ byte]) + content[place + 1 :])
         try:
-            faults = [*backend.reopened(good).faults()]
+            backend.opened.cache_clear()
+            faults = [*backend.opened(str(good)).faults()]
         except UsageError as error:
             faults = [str(error)]
         within = name == OUT and place >= len(content) - sum(x.nbytes for x in _numbers(content, good))

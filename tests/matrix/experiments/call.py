@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from tiebreak.backends.probes import plan_changes
 from tiebreak.backends.registry import target_of
 from tiebreak.cases.bounds import UNDECLARED
 from tiebreak.cases.case import JOINED, Case
@@ -180,14 +179,13 @@ def _until_settled(cell: Cell, bench: CaseBench, plan: Settled) -> Sample:
     declaration = _in_its_tiles(cell, bench, output)
     sample = Sample(cell, bench, declaration, _claim(cell, bench, declaration))
     for look in range(LOOKS):
-        indices, more = [index for index in batches_of(look) if bench.has_batch(index)], [output]
         try:
-            more = [_output(cell, bench, index) for index in indices] if look else more
-        except NotAskedError:
-            sample = replace(sample, exhausted=True)
+            for index in batches_of(look):
+                if bench.has_batch(index):
+                    output = _output(cell, bench, index) if index else output
+                    sample = sample.with_batch(output, _errors(cell, bench, index, output, declaration))
+        except NotAskedError:  # of more heads
             break
-        for index, each in zip(indices, more, strict=True):
-            sample = sample.with_batch(each, _errors(cell, bench, index, each, declaration))
         if not look:
             sample = _held_to_a_plan(sample, plan)
         exhausted = not bench.has_batch(len(sample.outputs))
@@ -279,7 +277,7 @@ def _with_gradients(sample: Sample, plan: Settled) -> tuple[Sample, BackwardPass
             try:
                 output = cell.backend.run(cell.kernel, batch.inputs, gradients=True)
             except NotAskedError:
-                return replace(sample, exhausted=True), backward
+                return sample, backward
             if output.gradients is None:
                 continue
             more = (*sample.more_gradients, OnTheWhole.of(output.gradients, batch))
@@ -351,7 +349,7 @@ def _prediction(sample: Sample) -> Predicted | None:
         return None
     label, backend = sample.declaration.label, sample.cell.backend
     values_of = f"{bias_text(sample.errors)} measured, {bias_text(sample.prediction)} emulated"
-    products = plan_changes(backend.arithmetic, backend.device) if sample.prediction_passed is False else ()
+    products = backend.plan_changes() if sample.prediction_passed is False else ()
     if products:
         plan = ",".join([label, *products])
         if predicted(difference(sample.errors, sample.emulated(parse_declaration(plan)))):

@@ -126,7 +126,7 @@ def _settle(probed: ProbedKernel, seed: int) -> Settled:
 def _wrong(probed: ProbedKernel, followed: str | None) -> str:
     """Return what is wrong with an O on a designed input, which no cell judges; empty: nothing.
 
-    It is NaN or Inf, or no nearer to the reference than zeros are, and the plan that the kernel follows is not so there.
+    It is NaN or Inf, or no nearer to the reference than zeros are, and the plan that the kernel follows has other bits.
     """
     plan = None if followed is None else on_device(probed.backend)[followed]
     for answer in probed.answers.values():

@@ -1,18 +1,19 @@
-"""The backend `files`: a kernel whose answers lie in a folder; and the same kernel while its calls are recorded."""
+"""The backend `files`: a kernel whose answers lie in a folder of `tiebreak export`."""
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from tiebreak.backends.backend import Backend
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
+from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.external.options import kernel
 from tiebreak.kernels.kernel import CannotRunError, NotAskedError
 from tiebreak.programs.files import runner
@@ -26,20 +27,11 @@ TARGET = f"{__name__}:attention"
 DEVICE = "device.json"
 NOT_ASKED = "whether calls change their inputs or the process, leak, or depend on calls before them; and time"
 _NAMES = {dtype: name for name, (_, dtype) in runner.FORMATS.items()}
-_PLACED = ("q", "k", "v", "do")
+_LIKE = {"o": "q", "dq": "q", "dk": "k", "dv": "v", "dsink": "sink"}  # the input whose shape and format an output has
+_ARGUMENTS = ("q", "k", "v", "do")
 
 Tensors = Mapping[str, Tensor]
 Values = Mapping[str, Any]
-
-
-class Answering(Protocol):
-    """What answers the calls of the kernel: a folder, or who records them."""
-
-    def forward(self, tensors: Tensors, values: Values) -> tuple[Tensor, ...]:
-        """Return O, and perhaps the log-sum-exp."""
-
-    def backward(self, tensors: Tensors, values: Values) -> tuple[Tensor, ...]:
-        """Return dQ, dK and dV."""
 
 
 def stored(tensors: Tensors) -> dict[str, Stored]:
@@ -49,10 +41,17 @@ def stored(tensors: Tensors) -> dict[str, Stored]:
             _NAMES[x.dtype],
             tuple(x.shape),
             digest(runner.to_bytes(x)),
-            tuple(x.stride()) if name in _PLACED and not x.is_contiguous() else None,
+            tuple(x.stride()) if name in _ARGUMENTS and not x.is_contiguous() else None,
         )
         for name, x in tensors.items()
     }
+
+
+def as_called(arguments: Tensors, keywords: Values) -> tuple[Tensors, Values]:
+    """Return the tensors and the other values of a call, by name, without those that say nothing."""
+    given = {name: x for name, x in keywords.items() if name in ("causal", "scale") or x is not None}
+    tensors = {**arguments, **{name: x for name, x in given.items() if isinstance(x, Tensor)}}
+    return tensors, {name: list(x) if isinstance(x, tuple) else x for name, x in given.items() if name not in tensors}
 
 
 @dataclass
@@ -63,68 +62,77 @@ class Folder:
     manifest: Calls
     times: Counter[str] = field(default_factory=Counter)  # how often each call was asked for in this process
 
-    @classmethod
-    def read(cls, path: Path) -> "Folder":
-        """Read the manifest; UsageError: there is none, or it can't be used."""
-        try:
-            return cls(path, store.load(path / MANIFEST, Calls))
-        except UnreadableRecordsError as error:
-            raise UsageError(str(error)) from error
+    @cached_property
+    def _by_digest(self) -> Mapping[str, StoredCall]:
+        """The calls, by the digests of themselves, and of themselves without dO."""
+        forward = {digest_of(call.forward, call.values): call for call in reversed(self.manifest.calls)}
+        return {**forward, **{call.digest: call for call in self.manifest.calls}}
 
-    def __post_init__(self) -> None:
-        self._by_digest = {call.digest: call for call in self.manifest.calls}
-        self._forward: dict[str, StoredCall] = {}
-        for call in self.manifest.calls:
-            tensors = {name: x for name, x in call.tensors.items() if name != "do"}
-            self._forward.setdefault(digest_of(tensors, call.values), call)
-
-    @property
+    @cached_property
     def stated(self) -> dict[str, Any]:
-        """What device.json says of the device; UsageError: it is no JSON object."""
+        """What device.json says of the device; UsageError: it is no JSON object, or its products are none of a plan."""
         path = self.path / DEVICE
         try:
             said = json.loads(path.read_bytes()) if path.exists() else {}
+            if not isinstance(said, dict) or not isinstance(said.get("products", []), list):
+                raise ValueError('expected an object, such as {"device": "...", "products": ["accumulator=amx"]}')
+            parse_declaration(",".join(["flash@paper", *map(str, said.get("products", []))]))
         except (ValueError, RecursionError) as error:
-            raise UsageError(f"{path}: not JSON ({one_line(str(error))})") from error
-        if not isinstance(said, dict):
-            raise UsageError(f'{path}: expected an object, such as {{"device": "..."}}')
+            raise UsageError(f"{path}: {one_line(str(error))}") from error
         return said
 
     def faults(self) -> Iterator[str]:
         """Yield what is missing or wrong in the folder, a line each; without any, all can be judged."""
         for call in self.manifest.calls:
             try:
-                yield from self._input_faults(call)
-                yield from self._output_faults(call)
+                faults = [*self._input_faults(call), *self._output_faults(call)]
             except (OSError, ValueError) as error:
-                yield f"{self.path}: {call.id} ({call.case}): {one_line(str(error))}"
+                faults = [one_line(str(error))]
+            yield from (f"{self.path}: {call.id} ({call.case}): {fault}" for fault in faults)
 
     def _input_faults(self, call: StoredCall) -> Iterator[str]:
-        there = [*self.path.glob(f"{call.id}.in.safetensors"), *self.path.glob(f"{call.id}.q.bin")]
-        if there and stored_without_strides(runner.inputs(self.path, _plain(call))) != without_strides(call.tensors):
-            yield f"{self.path}: {call.id} ({call.case}): its inputs are not those that were exported: export again"
+        def contents(tensors: Mapping[str, Stored]) -> object:
+            return {name: (x.format, x.shape, x.sha256) for name, x in tensors.items()}
+
+        plain = {name: {"format": x.format, "shape": x.shape} for name, x in call.tensors.items()}
+        if any(self.path.glob(f"{call.id}.in.safetensors")) or any(self.path.glob(f"{call.id}.q.bin")):
+            tensors = runner.inputs(self.path, {"id": call.id, "tensors": plain})
+            if contents(stored(tensors)) != contents(call.tensors):
+                yield "its inputs are not those that were exported: export again"
 
     def _output_faults(self, call: StoredCall) -> Iterator[str]:
-        where = f"{self.path}: {call.id} ({call.case}):"
         outputs, metadata = self.outputs(call)
         if (of := metadata.get("call")) != call.digest:
             other = self._by_digest.get(str(of))
-            yield f"{where} its output says that it is of {f'call {other.id}' if other else 'another call'}"
+            yield f"its output says that it is of {f'call {other.id}' if other else 'another call'}"
         elif not {"refused", "raised"} & metadata.keys():
-            expected = (f"{name}.{run}" if run else name for run in range(call.runs) for name in self._wanted(call))
-            yield from (f"{where} its output has no {name}: write it" for name in expected if name not in outputs)
+            wanted = call.outputs if self.has_gradients else call.outputs[:1]
+            every = (f"{name}.{run}" if run else name for run in range(call.runs) for name in wanted)
+            yield from (f"its output has no {name}: write it" for name in every if name not in outputs)
             for name, x in outputs.items():
-                yield from (f"{where} {fault}" for fault in _shape_faults(name, x, call, self.manifest.layout))
+                expected, shape = self._expected(call, name)
+                if list(x.shape) != shape and shape:
+                    yield f"{name} has the shape {list(x.shape)}, expected {shape}"
+                if _NAMES[x.dtype] not in (expected, "fp32" if name[:5] == "dsink" else ""):
+                    yield f"{name} is in {_NAMES[x.dtype]}, expected {expected}"
 
-    def _wanted(self, call: StoredCall) -> tuple[str, ...]:
-        return call.outputs if self.has_gradients else call.outputs[:1]
+    def _expected(self, call: StoredCall, name: str) -> tuple[str, list[int]]:
+        """Return format and shape that an output is to have; of a log-sum-exp no shape: its question asks for that."""
+        kind, layout = name.partition(".")[0], self.manifest.layout
+        if kind == "lse":
+            return "fp32", []
+        if (like := call.tensors.get(_LIKE.get(kind, ""))) is None:
+            raise ValueError(f"its output has {name}, which was not asked for")
+        shape = list(like.shape)
+        if kind == "o":
+            paged = "block_table" in call.tensors
+            shape[layout.index("d")] = call.tensors["v"].shape[-1 if paged else layout.index("d")]
+        return like.format, shape
 
-    @property
+    @cached_property
     def has_gradients(self) -> bool:
         """True if any call is answered with gradients: then all that ask for some have to be."""
-        if not hasattr(self, "_gradients"):
-            self._gradients = any("dq" in self._names(call) for call in self.manifest.calls if "do" in call.tensors)
-        return self._gradients
+        return any("dq" in self._names(call) for call in self.manifest.calls if "do" in call.tensors)
 
     def _names(self, call: StoredCall) -> Collection[str]:
         try:
@@ -140,19 +148,33 @@ class Folder:
         if not described.exists():
             raise ValueError("it has no output: run it, or say why not (docs/files.md)")
         said = json.loads(described.read_bytes())
-        if not isinstance(said, dict) or not isinstance(said.setdefault("tensors", {}), dict):
-            raise ValueError(f"{described.name}: expected an object of call and tensors")
+        if not isinstance(said, dict):
+            raise ValueError(f'{described.name}: expected an object, such as {{"call": "{call.digest}"}}')
         tensors = {}
-        for name, entry in said.pop("tensors").items():
-            if not isinstance(entry, dict) or entry.get("format") not in runner.FORMATS or "shape" not in entry:
-                raise ValueError(f"{described.name}: {name}: expected a format and a shape")
-            content = (self.path / f"{call.id}.{name}.bin").read_bytes()
-            tensors[name] = runner.from_bytes(content, runner.FORMATS[entry["format"]][1], entry["shape"])
+        for file in self.path.glob(f"{call.id}.*.bin"):
+            if (name := file.name[len(call.id) + 1 : -len(".bin")]) not in call.tensors:
+                expected, shape = self._expected(call, name)
+                rows = [call.tensors["q"].shape[self.manifest.layout.index(letter)] for letter in "bhn"]
+                tensors[name] = runner.from_bytes(file.read_bytes(), runner.FORMATS[expected][1], shape or rows)
         return tensors, said
 
-    def _answer(self, call: StoredCall | None, names: tuple[str, ...]) -> tuple[Tensor, ...]:
+    def unjudged(self) -> Iterator[str]:
+        """Yield the calls whose answer is an error, NaN, Inf or zeros: none passes, though no cell may judge it."""
+        for call in self.manifest.calls:
+            outputs, metadata = self.outputs(call)
+            if "raised" in metadata:
+                yield f"call {call.id} raised {one_line(str(metadata['raised']))}"
+            wrong = [name for name, x in outputs.items() if call.finite and not name.startswith("lse")
+                     and not x.isfinite().all()]  # fmt: skip
+            yield from (f"call {call.id} has {name} with NaN or Inf, of finite inputs" for name in wrong)
+            if call.finite and any(name.partition(".")[0] == "o" and not x.any() for name, x in outputs.items()):
+                yield f"call {call.id} has an O of zeros"
+
+    def answer(self, names: tuple[str, ...], tensors: Tensors, values: Values) -> tuple[Tensor, ...]:
+        """Return the outputs of these names that a call has; at each time those of its next run."""
+        call = self._by_digest.get(digest_of(stored(tensors), values))
         if call is None:
-            raise NotAskedError(f"not among the calls of {self.path}: nobody has been asked for it")
+            raise NotAskedError(f"not among the calls of {self.path}: export with the options that this run has")
         outputs, metadata = self.outputs(call)
         if "refused" in metadata:
             raise CannotRunError(f"refused: {metadata['refused']}")
@@ -163,13 +185,14 @@ class Folder:
         found = [outputs.get(f"{name}.{run}" if run else name) for name in names]
         return tuple(x.clone() for x in found if x is not None)
 
-    def forward(self, tensors: Tensors, values: Values) -> tuple[Tensor, ...]:
-        """Return O, and the log-sum-exp if it was written."""
-        return self._answer(self._forward.get(digest_of(stored(tensors), values)), ("o", "lse"))
 
-    def backward(self, tensors: Tensors, values: Values) -> tuple[Tensor, ...]:
-        """Return dQ, dK and dV."""
-        return self._answer(self._by_digest.get(digest_of(stored(tensors), values)), ("dq", "dk", "dv", "dsink"))
+@cache
+def opened(path: str) -> Folder:
+    """Read a folder's manifest, once in this process; UsageError: there is none, or it can't be used."""
+    try:
+        return Folder(Path(path), store.load(Path(path) / MANIFEST, Calls))
+    except UnreadableRecordsError as error:
+        raise UsageError(str(error)) from error
 
 
 @lru_cache(maxsize=4)
@@ -178,82 +201,20 @@ def _read(path: Path, changed: int) -> tuple[dict[str, Tensor], dict[str, str]]:
     return runner.read(path)
 
 
-def _plain(call: StoredCall) -> dict[str, Any]:
-    tensors = {name: {"format": x.format, "shape": x.shape} for name, x in call.tensors.items()}
-    return {"id": call.id, "tensors": tensors}
-
-
-def without_strides(tensors: Mapping[str, Stored]) -> dict[str, tuple[object, ...]]:
-    """Return what a file shows of tensors."""
-    return {name: (x.format, x.shape, x.sha256) for name, x in tensors.items()}
-
-
-def stored_without_strides(tensors: Tensors) -> dict[str, tuple[object, ...]]:
-    """Return what a file shows of tensors, from the tensors."""
-    return without_strides(stored(tensors))
-
-
-def _shape_faults(name: str, x: Tensor, call: StoredCall, layout: str) -> Iterator[str]:
-    """Yield why an output is not in the shape and format that it is to have; of a log-sum-exp its question tells."""
-    like = {"o": "q", "dq": "q", "dk": "k", "dv": "v", "dsink": "sink"}.get(name.partition(".")[0])
-    if like is None or like not in call.tensors:
-        if name.partition(".")[0] != "lse":
-            yield f"its output has {name}, which was not asked for"
-        return
-    entry, shape = call.tensors[like], list(call.tensors[like].shape)
-    if like == "q" and name.startswith("o"):
-        shape[layout.index("d")] = call.tensors["v"].shape[-1 if "block_table" in call.tensors else layout.index("d")]
-    formats = {entry.format, *(("fp32",) if like == "sink" else ())}
-    if list(x.shape) != shape:
-        yield f"{name} has the shape {list(x.shape)}, expected {shape}"
-    if _NAMES[x.dtype] not in formats:
-        yield f"{name} is in {_NAMES[x.dtype]}, expected {entry.format}"
-
-
 class _Current:
-    answering: ClassVar[Answering | None] = None  # of the calls that are being made
-    opened: ClassVar[dict[Path, Answering]] = {}
+    folder: ClassVar[Folder | None] = None  # whose calls are being made
+
+    @classmethod
+    def answer(cls, names: tuple[str, ...], arguments: Tensors, keywords: Values) -> tuple[Tensor, ...]:
+        if cls.folder is None:
+            raise CannotRunError("it is the kernel of `tiebreak judge` alone")
+        return cls.folder.answer(names, *as_called(arguments, keywords))
 
 
-def opened(path: Path) -> Answering:
-    """Return what answers the calls of a folder, read once in this process."""
-    path = path.resolve()
-    if path not in _Current.opened:
-        _Current.opened[path] = Folder.read(path)
-    return _Current.opened[path]
-
-
-def reopened(path: Path) -> Folder:
-    """Read a folder anew; UsageError: it is none."""
-    _Current.opened[path.resolve()] = folder = Folder.read(path)
-    return folder
-
-
-@contextmanager
-def recording(path: Path, recorder: Answering) -> Iterator[None]:
-    """Let calls of a folder be recorded."""
-    _Current.opened[path.resolve()] = recorder
-    try:
-        yield
-    finally:
-        del _Current.opened[path.resolve()]
-
-
-def _called(tensors: dict[str, Tensor], values: dict[str, Any]) -> tuple[Tensors, Values, Answering]:
-    """Return the tensors and values of a call that say something, and what answers it."""
-    given = {name: x for name, x in values.items() if name in ("causal", "scale") or x is not None}
-    tensors |= {name: x for name, x in given.items() if isinstance(x, Tensor)}
-    plain = {name: list(x) if isinstance(x, tuple) else x for name, x in given.items() if name not in tensors}
-    if _Current.answering is None:
-        raise CannotRunError("it is the kernel of `tiebreak judge` alone")
-    return tensors, plain, _Current.answering
-
-
-def _backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, **values: Any) -> tuple[Tensor, ...]:
+def _backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, **keywords: Any) -> tuple[Tensor, ...]:
     """Return the gradients that a folder has."""
     del o
-    tensors, plain, answering = _called({"q": q, "k": k, "v": v, "do": do}, values)
-    return answering.backward(tensors, plain)
+    return _Current.answer(("dq", "dk", "dv", "dsink"), {"q": q, "k": k, "v": v, "do": do}, keywords)
 
 
 @kernel(backward=_backward, name="files")
@@ -278,9 +239,8 @@ def attention(
     v_descale: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Return the O that a folder has for these arguments, with its log-sum-exp if there is one."""
-    values = {name: value for name, value in locals().items() if name not in _PLACED}
-    tensors, plain, answering = _called({"q": q, "k": k, "v": v}, values)
-    return answering.forward(tensors, plain)
+    keywords = {name: value for name, value in locals().items() if name not in _ARGUMENTS}
+    return _Current.answer(("o", "lse"), {"q": q, "k": k, "v": v}, keywords)
 
 
 @dataclass(frozen=True)
@@ -297,55 +257,50 @@ class _Files(Backend):
     def options(self) -> tuple[str, ...]:
         return ("--as", self.folder) if self.folder else ()
 
+    @property
+    def _device(self) -> str:
+        name = opened(self.folder).stated.get("device")
+        stated = f"from {one_line(str(name))}, as {DEVICE} states (not measured)"
+        return stated if name else "from a device that nobody states"
+
     def notice(self) -> str:
-        return f"outputs in {self.folder}, {_device_of(self.folder)}; not asked: {NOT_ASKED}"
+        return f"outputs in {self.folder}, {self._device}; not asked: {NOT_ASKED}"
 
     def assuming(self, card: str) -> Backend:
-        return replace(self, folder=card, unavailable=partial(_unreadable, card))
+        def unreadable() -> str | None:
+            try:
+                opened(card)
+            except UsageError as error:
+                return str(error)
+            return None
+
+        return replace(self, folder=card, unavailable=unreadable)
 
     def describe(self) -> dict[str, Any]:
-        return {"assumed": {self.name: _device_of(self.folder)}, "stated": _stated(self.folder)}
+        return {"assumed": {self.name: self._device}, "stated": opened(self.folder).stated}
+
+    def plan_changes(self) -> tuple[str, ...]:
+        products: list[str] = opened(self.folder).stated.get("products", [])
+        return tuple(products)
 
     def fingerprint(self) -> Mapping[str, str | float]:
         return {}  # nothing of the device can be measured here
 
     @contextmanager
     def in_use(self) -> Iterator[Collection[str]]:
-        before, _Current.answering = _Current.answering, opened(Path(self.folder))
+        before, _Current.folder = _Current.folder, opened(self.folder)
         try:
             yield ()
         finally:
-            _Current.answering = before
+            _Current.folder = before
 
 
-def _stated(folder: str) -> dict[str, Any]:
-    answering: Any = _Current.opened.get(Path(folder).resolve()) or Folder.read(Path(folder))
-    return dict(getattr(answering, "stated", {}))
-
-
-def _device_of(folder: str) -> str:
-    name = _stated(folder).get("device")
-    stated = f"from {one_line(str(name))}, as {DEVICE} states (not measured)"
-    return stated if name else "from a device that nobody states"
-
-
-def _unreadable(folder: str) -> str | None:
-    if Path(folder).resolve() in _Current.opened:
-        return None
-    try:
-        Folder.read(Path(folder))
-    except UsageError as error:
-        return str(error)
-    return None
-
-
-_NO_FOLDER: Callable[[], str | None] = lambda: "no folder of calls: tiebreak judge FOLDER, or --as FOLDER"  # noqa: E731
 FILES = _Files(
     "files",
     "outputs that another program wrote into a folder of `tiebreak export`",
     "cpu",
     EmulatedArithmetic(),
-    _NO_FOLDER,
+    lambda: "no folder of calls: tiebreak judge FOLDER, or --as FOLDER",
     tuple,
     composed=False,
     on_request=True,

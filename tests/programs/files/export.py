@@ -4,27 +4,33 @@ import argparse
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
-from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
-import torch
-from torch import Tensor
 
+from tiebreak.backends.backend import EMULATION
 from tiebreak.cases.capture.folder import MB
 from tiebreak.cases.case import JOINED
+from tiebreak.kernels.declarations import parse_declaration
+from tiebreak.kernels.external.call import Call, Made, Placed, Triple
+from tiebreak.kernels.external.caller import Caller
 from tiebreak.kernels.external.options import TAKEN
-from tiebreak.kernels.formats import BF16
+from tiebreak.kernels.formats import BF16, Rounding
+from tiebreak.kernels.inputs import AttentionInputs
+from tiebreak.kernels.kernel import Declaration, run_backward, run_forward
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.scheduling import cell_id
 from tiebreak.matrix.selection import Selection, cells, check_usable
 from tiebreak.programs import check
-from tiebreak.programs.files import runner
-from tiebreak.programs.files.backend import FILES, NOT_ASKED, TARGET, Tensors, Values, recording, stored
+from tiebreak.programs.files import backend, runner
+from tiebreak.programs.files.backend import FILES, NOT_ASKED, TARGET, Tensors, Values, as_called, stored
 from tiebreak.reports.calls import MANIFEST, Calls, Stored, StoredCall, digest_of
 from tiebreak.reports.cli import PASSED, Parser, count, positive
 from tiebreak.reports.errors import UsageError
@@ -42,121 +48,107 @@ _ASKED: dict[str, tuple[str, ...] | None] = {
     "invariance": tuple(f"invariance[{word}]" for word in ("batch", "split", "padding", "decode", "chunks")),
 }  # fmt: skip
 _QUESTIONS = ("strided_views", "log_sum_exp", "scaled_do", "sizes")  # of a default folder
-_COSTLY = (
-    "repeated_large[r=10000]"  # a usual kernel is undecided there after all heads, which are an eighth of the size
-)
+# A usual kernel is undecided there after all heads, which would be an eighth of a default folder.
+_COSTLY = "repeated_large[r=10000]"
 _TAKES = "causal,oblong_causal,gqa,scale,blind_rows"
-Rounding = Callable[[Tensor, torch.dtype], Tensor]
-Made = tuple[Tensors, StoredCall]
-_LAYOUTS = ("bhnd", "bnhd")
 _RUNS = 3  # of one call, at most: as many as the contract of a call compares
 _RUN = ("cases", "dtype", "heads", "seed", "features", "captured")  # options of the run that are kept
+_FUSED = parse_declaration("flash@fused")
+#: Whose answers a run is given, so that it takes every path: a known plan, none, and random bits. No answer is kept.
+_ANSWERING = (
+    _FUSED,
+    replace(_FUSED, plan=replace(_FUSED.plan, name="cut_off", o=replace(_FUSED.plan.o, rounding=Rounding.RTZ))),
+    parse_declaration("flash@fused_stochastic"),
+)
 
 
+@dataclass
 class Recorder:
-    """The kernel while its calls are recorded.
+    """The calls that a kernel is given, in several runs."""
 
-    To go on, a run needs answers. It gets those of attention in plain torch, with O rounded in one of three ways, by
-    which it takes every path: as a kernel that follows a known plan, one that follows none, and one with random bits.
-    No answer is kept.
-    """
+    answering: Declaration = _FUSED  # the plan whose answers the kernel has
+    case: str = ""  # that runs
+    calls: dict[str, tuple[Tensors, dict[str, Stored], Values, str]] = field(default_factory=dict)
+    often: Counter[str] = field(default_factory=Counter)  # how often each is made, in the run that makes it most often
+    now: Counter[str] = field(default_factory=Counter)  # in this run
 
-    def __init__(self, layout: str) -> None:
-        self.calls: dict[str, tuple[Tensors, dict[str, Stored], Values, str]] = {}
-        self.often: Counter[str] = Counter()  # how often each is made, in the run that makes it most often
-        self.case = ""  # that runs
-        self._layout, self._now = layout, Counter[str]()
-        self._round: Rounding = _nearest
-
-    def start(self, rounding: Rounding) -> None:
-        """Begin another run, whose answers are rounded so."""
-        self._round, self._now = rounding, Counter()
-
-    def _keep(self, tensors: Tensors, values: Values) -> None:
+    def keep(self, tensors: Tensors, values: Values) -> None:
+        """Keep a call."""
         described = stored(tensors)
         digest = digest_of(described, values)
         if digest not in self.calls:
             copies = {name: x.detach().clone() for name, x in tensors.items()}
             self.calls[digest] = copies, described, values, self.case
-        self._now[digest] += 1
-        self.often[digest] = max(self.often[digest], self._now[digest])
+        self.now[digest] += 1
+        self.often[digest] = max(self.often[digest], self.now[digest])
 
-    def _plain(self, tensors: Tensors, values: Values) -> tuple[Tensor, Tensor]:
-        """Return O in fp32, in the kernel's layout, and the log-sum-exp."""
-        paged, at = "block_table" in tensors, [self._layout.index(letter) for letter in "bhnd"]
-        q, k, v = (tensors[name].float() for name in ("q", "k", "v"))
-        q, k, v = q.permute(at), *((x if paged else x.permute(at)) for x in (k, v))
-        more: dict[str, Any] = {name: x for name, x in tensors.items() if name not in ("q", "k", "v", "do")}
-        o, lse = runner.plain(q, k, v, **values, **more)
-        return o.permute([("bhnd").index(letter) for letter in self._layout]), lse
-
-    def forward(self, tensors: Tensors, values: Values) -> tuple[Tensor, ...]:
-        """Keep a call."""
-        self._keep(tensors, values)
-        o, lse = self._plain(tensors, values)
-        return self._round(o.contiguous(), tensors["q"].dtype), lse
-
-    def backward(self, tensors: Tensors, values: Values) -> tuple[Tensor, ...]:
-        """Keep a call with gradients."""
-        self._keep(tensors, values)
-        names = ("q", "k", "v", *(("sink",) if "sink" in tensors else ()))
-        with torch.enable_grad():
-            leaves = [tensors[name].float().detach().requires_grad_() for name in names]
-            o, _ = self._plain({**tensors, **dict(zip(names, leaves, strict=True))}, values)
-            made = torch.autograd.grad(o, leaves, tensors["do"].float())
-        return tuple(x.to(tensors[name].dtype) for name, x in zip(names, made, strict=True))
-
-    def merged(self) -> Iterator[Made]:
+    def merged(self) -> Iterator[tuple[Tensors, StoredCall]]:
         """Yield the calls: one whose gradients are asked for is asked for O alone there too."""
-        with_gradients = {
-            digest_of({name: x for name, x in described.items() if name != "do"}, values)
-            for _, described, values, _ in self.calls.values()
-            if "do" in described
-        }
-        left = {digest: call for digest, call in self.calls.items() if digest not in with_gradients}
-        for number, (digest, (tensors, described, values, case)) in enumerate(left.items(), 1):
-            forward = digest_of({name: x for name, x in described.items() if name != "do"}, values)
-            runs = min(_RUNS, max(self.often[digest], self.often[forward]))
-            yield tensors, StoredCall(f"{number:04}", digest, case, described, values, runs)
+        every = [
+            (x, StoredCall("", digest, case, described, values, self.often[digest], _is_finite(x)))
+            for digest, (x, described, values, case) in self.calls.items()
+        ]
+        of_o = {digest_of(call.forward, call.values): call for _, call in every if "do" in call.tensors}
+        left = [(x, call) for x, call in every if call.digest not in of_o]
+        for number, (tensors, call) in enumerate(left, 1):
+            runs = max(call.runs, self.often[digest_of(call.forward, call.values)])
+            yield tensors, msgspec.structs.replace(call, id=f"{number:04}", runs=min(runs, _RUNS))
 
 
-def _nearest(o: Tensor, dtype: torch.dtype) -> Tensor:
-    return o.to(dtype)
+@dataclass(frozen=True)
+class _RecordedCall(Call):
+    """A call that is kept, and answered by the emulation of a plan."""
+
+    recorder: Recorder
+
+    def _returned(self, arguments: Triple, part: AttentionInputs) -> Any:
+        self.recorder.keep(*as_called(dict(zip("qkv", arguments, strict=True)), self.keywords(part)))
+        output = run_forward(self.recorder.answering, part, EMULATION.arithmetic)
+        return self.laid(output.o), None if output.lse is None else output.lse[..., 0]
+
+    def backward(self, placed: Placed, o: object) -> Made | None:
+        if not self._trains:
+            return None
+        arguments = {**dict(zip("qkv", placed.arguments, strict=True)), "do": placed.do}
+        self.recorder.keep(*as_called(arguments, self.keywords(self.inputs)))
+        inputs, plan = replace(self.inputs, do=self.restored(placed.do)), self.recorder.answering
+        made = run_backward(plan, inputs, run_forward(plan, inputs, EMULATION.arithmetic), EMULATION.arithmetic)
+        return (*map(self.laid, (made.dq, made.dk, made.dv)), *(() if made.dsink is None else (made.dsink,)))
 
 
-def _toward_zero(o: Tensor, dtype: torch.dtype) -> Tensor:
-    lost = 16 if dtype == torch.bfloat16 else 13  # bits of fp32
-    return (o.view(torch.int32) & -(1 << lost)).view(torch.float32).to(dtype)
+def _is_finite(tensors: Tensors) -> bool:
+    return all(bool(x.isfinite().all()) for x in tensors.values())
 
 
-def _at_random(o: Tensor, dtype: torch.dtype) -> Tensor:
-    lost = 16 if dtype == torch.bfloat16 else 13
-    return _toward_zero((o.view(torch.int32) + torch.randint(1 << lost, o.shape)).int().view(torch.float32), dtype)
-
-
-def run_words(folder: Path, options: Mapping[str, str], takes: Sequence[str], layout: str) -> list[str]:
+def run_words(folder: Path, options: Mapping[str, str], declared: Mapping[str, str]) -> list[str]:
     """Return the words of `tiebreak check` for the run that makes a folder's calls."""
-    refused = " ".join(word for word in TAKEN if word not in takes)
-    declared = {"takes": " ".join(takes), "refuses": refused, "layout": layout}
     words = [TARGET, "--backend", FILES.name, "--as", str(folder)]
     words += [word for name, value in declared.items() for word in ("--declare", f"{name}={value}")]
     own = str(folder)  # of captured tensors that lie in the folder itself
     return words + [word for name, value in options.items() for word in (f"--{name}", value if value != "." else own)]
 
 
-def recorded(folder: Path, given: Mapping[str, str], takes: Sequence[str], layout: str) -> tuple[list[Made], str]:
-    """Return the calls of a run with these options, and the cases that make them."""
-    recorder = Recorder(layout)
-    with recording(folder, recorder), tempfile.TemporaryDirectory(prefix="tiebreak-") as out:
-        names = _names(folder, given, run_words(folder, given, takes, layout))
-        words = run_words(folder, {**given, "cases": names}, takes, layout)
-        for rounding in (_nearest, _toward_zero, _at_random):
-            recorder.start(rounding)
-            asked = check.parsed([*words, "-n", "0", "--out", out], "tiebreak export")
-            _, printed = check.run(asked, follower := _Follower(recorder))
+def declared(takes: Sequence[str], layout: str) -> dict[str, str]:
+    """Return what is declared of the kernel that has a folder's answers."""
+    return {"takes": " ".join(takes), "refuses": " ".join(w for w in TAKEN if w not in takes), "layout": layout}
+
+
+def recorded(folder: Path, given: Mapping[str, str], options: Mapping[str, str]) -> tuple[Recorder, str]:
+    """Return the calls of a run with these options of it and of its kernel, and the cases that make them."""
+    recorder = Recorder()
+    with (
+        patch.object(Caller, "call", lambda self, x: _RecordedCall(self.function, self.convention, x, recorder)),
+        patch.object(backend, "opened", lambda _: SimpleNamespace(stated={})),
+        tempfile.TemporaryDirectory(prefix="tiebreak-") as out,
+    ):
+        names = _names(folder, given, options)
+        for recorder.answering in _ANSWERING:
+            recorder.now.clear()
+            words = [*run_words(folder, {**given, "cases": names}, options), "-n", "0", "--out", out]
+            _, printed = check.run(check.parsed(words, "tiebreak export"), follower := _Follower(recorder))
             if follower.run is None:
                 raise UsageError("interrupted" if follower.interrupted else check.refusal(printed))
-    return list(recorder.merged()), names
+    return recorder, names
 
 
 class _Follower(check.Follower):
@@ -172,13 +164,13 @@ class _Follower(check.Follower):
         self._recorder.case = self.collector.expected[cell_id(nodeid)].experiment.name
 
 
-def _names(folder: Path, given: Mapping[str, str], words: Sequence[str]) -> str:
+def _names(folder: Path, given: Mapping[str, str], options: Mapping[str, str]) -> str:
     """Return the cases that files can show: those that are named, or usual ones that such a kernel takes."""
     selection = Selection(
         backends=FILES.name,
         formats=given["dtype"],
         kernel=(TARGET,),
-        declare=tuple(word for flag, word in pairwise(words) if flag == "--declare"),
+        declare=tuple(f"{name}={value}" for name, value in options.items()),
         card=str(folder),
         cases=given.get("cases"),
         captured=given.get("captured"),
@@ -211,42 +203,38 @@ def _is_usual(cell: Cell) -> bool:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the verb `export`; see `tiebreak.reports.cli.main`."""
-    options = _parser().parse_args(arguments)
-    folder = options.folder
+    asked = _parser().parse_args(arguments)
+    folder, takes = asked.folder, tuple(split(asked.takes))
     if folder.exists() and (not folder.is_dir() or any(folder.glob("*.out.*")) or (folder / MANIFEST).exists()):
         raise UsageError(f"{folder}: has calls already, or is no folder: name a new one")
-    takes = tuple(split(options.takes))
     if unknown := [word for word in takes if word not in TAKEN]:
         raise UsageError(f"--takes {unknown[0]}: known are {', '.join(TAKEN)}")
-    given = {name: str(value) for name in _RUN if (value := getattr(options, name)) is not None}
-    calls, given["cases"] = recorded(folder, given, takes, options.layout)
+    given = {name: str(value) for name in _RUN if (value := getattr(asked, name)) is not None}
+    recorder, given["cases"] = recorded(folder, given, declared(takes, asked.layout))
+    calls = list(recorder.merged())
     size = sum(x.numel() * x.element_size() for tensors, _ in calls for x in tensors.values()) / MB
     print(f"{counted(len(calls), 'call')} of {counted(len(split(given['cases'])), 'case')}, {size:.1f} MB: {folder}")
-    if size > options.most:
-        raise UsageError(
-            f"{size:.0f} MB are more than --most {options.most}: give fewer --heads or --cases, or raise it"
-        )
-    write(folder, given, takes, options.layout, options.raw, calls)
-    if options.runner is not None:
-        store.write_text(Path(runner.__file__).read_text(encoding="utf-8"), options.runner)
+    if size > asked.most:
+        raise UsageError(f"{size:.0f} MB are more than --most {asked.most}: give fewer --heads or --cases, or raise it")
+    every = tuple(call for _, call in calls)
+    manifest = Calls(SCHEMA, version("tiebreak"), given, takes, asked.layout, asked.raw, every, "")
+    _write(folder, msgspec.structs.replace(manifest, digest=manifest.own_digest), [x for x, _ in calls])
+    if asked.runner is not None:
+        store.write_text(Path(runner.__file__).read_text(encoding="utf-8"), asked.runner)
     return PASSED
 
 
-def write(
-    folder: Path, options: Mapping[str, str], takes: tuple[str, ...], layout: str, raw: bool, calls: Sequence[Made]
-) -> None:
+def _write(folder: Path, manifest: Calls, inputs: Sequence[Tensors]) -> None:
     """Write a folder of calls, the manifest last: without it the folder is none."""
     store.check_writable(folder)
-    for tensors, call in calls:
-        if not raw:
+    for tensors, call in zip(inputs, manifest.calls, strict=True):
+        if not manifest.raw:
             runner.write(folder / f"{call.id}.in.safetensors", tensors, {"call": call.digest})
-        for name, x in tensors.items() if raw else ():
+        for name, x in tensors.items() if manifest.raw else ():
             runner.replace(folder / f"{call.id}.{name}.bin", runner.to_bytes(x))
-    if raw:
-        store.write_text("".join(f"{_line(call)}\n" for _, call in calls), folder / "calls.txt")
-    every = tuple(call for _, call in calls)
-    manifest = Calls(SCHEMA, version("tiebreak"), options, takes, layout, raw, every, "")
-    store.write(msgspec.structs.replace(manifest, digest=manifest.own_digest), folder / MANIFEST)
+    if manifest.raw:
+        store.write_text("".join(f"{_line(call)}\n" for call in manifest.calls), folder / "calls.txt")
+    store.write(manifest, folder / MANIFEST)
 
 
 def _line(call: StoredCall) -> str:
@@ -272,7 +260,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--features", metavar="NAMES", help="added to each case, as of tiebreak check; --takes has to list them")
     add("--captured", metavar="DIR", help="tensors of a training run, as of tiebreak check")
     add("--takes", default=_TAKES, metavar="WORDS", help=f"what it takes, of {', '.join(TAKEN)} (default: {_TAKES})")
-    add("--layout", choices=_LAYOUTS, default=_LAYOUTS[0], help="order of dimensions (default: bhnd)")
+    add("--layout", choices=("bhnd", "bnhd"), default="bhnd", help="order of dimensions (default: bhnd)")
     add("--raw", action="store_true", help="write files of bytes, and calls.txt, for readers without a library")
     add("--most", type=positive, default=64, metavar="MB", help="refuse to write more (default: 64)")
     add("--runner", type=Path, metavar="FILE.py", help="write the program that runs the calls, with torch alone")

@@ -5,13 +5,13 @@ alone, so a run that was stopped goes on. `tiebreak judge FOLDER` then says what
 """
 
 import argparse
+import faulthandler
 import json
 import os
 import platform
 import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -34,70 +34,16 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, **
 
     `values` are those of the call alone: window_size, softcap, sink, attn_bias, cu_seqlens_q ... (docs/files.md).
     """
-    return plain(q, k, v, causal=causal, scale=scale, **values)  # FILL IN: your kernel
+    # FILL IN: your kernel. This is PyTorch's, whose causal mask is aligned at the upper left.
+    if values or (causal and q.shape[2] != k.shape[2]):
+        raise NotImplementedError(f"a causal mask that is not square, or {', '.join(values)}")
+    return torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
 
 
 #: None: gradients are autograd's; or a function of (do, q, k, v, o, **values) that returns dq, dk and dv
 backward: Any = None
-
-
-def plain(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    sink: Tensor | None = None,
-    attn_bias: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    cache_seqlens: Tensor | None = None,
-    block_table: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    **unused: Any,
-) -> tuple[Tensor, Tensor]:
-    """Return O and the log-sum-exp, fp32 inside, (batch, heads, N, d): the calls in plain torch, as an example."""
-    if block_table is not None:  # pages of a pool, each (key heads, tokens, d)
-        k, v = (x.float()[block_table.long()].transpose(1, 2).flatten(2, 3) for x in (k, v))
-    k, v = (x.float() if by is None else x.float() * by[..., None, None] for x, by in ((k, k_descale), (v, v_descale)))
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    s = q.float() @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    s = softcap * torch.tanh(s / softcap) if softcap else s
-    s = s if attn_bias is None else s + attn_bias.float()
-    s = s.masked_fill(~seen(s, causal, window_size, cu_seqlens_q, cu_seqlens_k, cache_seqlens), float("-inf"))
-    if sink is not None:
-        s = torch.cat([s, sink.float()[:, None, None].expand(*s.shape[:3], 1)], -1)
-    lse = s.logsumexp(-1, keepdim=True)
-    p = torch.exp(s - lse.masked_fill(lse == float("-inf"), 0.0))[..., : v.shape[2]]
-    return (p @ v).to(q.dtype), lse[..., 0].detach()
-
-
-def seen(
-    s: Tensor,
-    causal: bool,
-    window_size: tuple[int, int],
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    cache_seqlens: Tensor | None,
-) -> Tensor:
-    """Return which keys a row sees; its own key is the last of its sequence for the last row."""
-    rows, keys = (torch.arange(size, device=s.device) for size in s.shape[2:])
-    begins = [torch.tensor([0, n], device=s.device) if x is None else x.long()
-              for x, n in ((cu_seqlens_q, s.shape[2]), (cu_seqlens_k, s.shape[3]))]  # fmt: skip
-    of_row, of_key = (torch.searchsorted(x, at, right=True) - 1 for x, at in zip(begins, (rows, keys), strict=True))
-    (from_q, size_q), (from_k, size_k) = ((x[:-1], x.diff()) for x in begins)
-    ends = size_k[of_row] if cache_seqlens is None else cache_seqlens.long()[:, None]
-    own = (rows - from_q[of_row] - size_q[of_row] + ends)[..., None]  # the key that is the row's own, in its sequence
-    at = (keys - from_k[of_key])[None]
-    visible = (of_row[:, None] == of_key) & (at < ends[..., None])
-    left, right = window_size[0], 0 if causal else window_size[1]
-    visible = visible & (at >= own - left) if left >= 0 else visible
-    visible = visible & (at <= own + right) if right >= 0 else visible
-    return visible[:, None] if visible.dim() == 3 else visible
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -201,16 +147,19 @@ def answered(call: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tens
     return outputs
 
 
-def work(folder: Path, calls: list[dict[str, Any]]) -> None:
-    """Answer calls, one after the other; one that raises is answered by its error."""
+def work(folder: Path, calls: list[dict[str, Any]], timeout: float) -> None:
+    """Answer calls, one after the other; one that raises is answered by its error, one that takes too long ends all."""
     for call in calls:
         metadata, outputs = {"call": call["digest"]}, dict[str, Tensor]()
+        faulthandler.dump_traceback_later(timeout, exit=True, file=2)
         try:
             outputs = answered(call, inputs(folder, call))
         except NotImplementedError as error:
             metadata["refused"] = " ".join(str(error).split()) or "NotImplementedError"
         except Exception as error:
             metadata["raised"] = " ".join(f"{type(error).__name__}: {error}".split())
+        finally:
+            faulthandler.cancel_dump_traceback_later()
         write(folder / f"{call['id']}.out.safetensors", outputs, metadata)
 
 
@@ -226,35 +175,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that a call may take (default: 120)")
-    parser.add_argument("--worker", metavar="ID", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    calls = json.loads((options.folder / "calls.json").read_text())["calls"]
-    outputs = {call["id"]: options.folder / f"{call['id']}.out.safetensors" for call in calls}
-    left = [call for call in calls if not outputs[call["id"]].exists()]
+    every = json.loads((options.folder / "calls.json").read_text())["calls"]
+    outputs = {call["id"]: options.folder / f"{call['id']}.out.safetensors" for call in every}
     if options.worker:
-        work(options.folder, [call for call in left if call["id"] >= options.worker])
+        work(options.folder, [call for call in every if not outputs[call["id"]].exists()], options.timeout)
         return
     replace(options.folder / "device.json", json.dumps(describe(), indent=2).encode())
-    while left:
-        command = [sys.executable, __file__, str(options.folder), "--worker", left[0]["id"]]
-        with subprocess.Popen(command) as child:
-            began = time.monotonic()
-            while left and (child.poll() is None or outputs[left[0]["id"]].exists()):
-                if outputs[left[0]["id"]].exists():
-                    left, began = left[1:], time.monotonic()
-                elif time.monotonic() - began > options.timeout:
-                    break
-                else:
-                    time.sleep(0.02)
-            child.kill()
-            died = child.wait()
-        if left:
-            why = f"its process ended ({died})" if died != -9 else f"did not end in {options.timeout:g} s"
+    while calls := [call for call in every if not outputs[call["id"]].exists()]:
+        command = [sys.executable, __file__, *sys.argv[1:], "--worker"]
+        code = subprocess.run(command, check=False).returncode
+        if left := [call for call in calls if not outputs[call["id"]].exists()]:
+            why = f"its process ended ({code}), or it took more than {options.timeout:g} s"
             print(f"{left[0]['id']}: {why}", file=sys.stderr)
-            metadata = {"call": left[0]["digest"], "raised": why}
-            write(outputs[left[0]["id"]], {}, metadata)
-            left = left[1:]
-    print(f"{len(calls)} calls answered in {options.folder}: tiebreak judge says what they are worth")
+            write(outputs[left[0]["id"]], {}, {"call": left[0]["digest"], "raised": why})
+    print(f"{len(every)} calls answered in {options.folder}: tiebreak judge says what they are worth")
 
 
 if __name__ == "__main__":
