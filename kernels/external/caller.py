@@ -68,6 +68,10 @@ class Caller:
         causal = inputs.causal or inputs.window[1] == 0
         if inputs.window != (None, None) and "sliding_window" in self.convention.values and not causal:
             return "its sliding_window is that of a causal mask"
+        values, needed = self.convention.values, self.convention.required
+        table = next((word for word, feature in values.items() if feature is PAGES and word in needed), None)
+        if table is not None and inputs.block_table is None:
+            return f"it needs a {table}, which a call without pages does not have: --features pages asks those that do"
         if inputs.key_padding is not None and (reason := self._not_by_lengths(inputs, inputs.key_padding)):
             return reason
         try:

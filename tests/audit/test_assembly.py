@@ -2,7 +2,7 @@
 
 import pytest
 
-from tiebreak.programs.audit.assembly import Code
+from tiebreak.laboratory.audit.assembly import Code
 
 
 def test_ptx_without_guards_braces_comments_labels_and_directives() -> None:

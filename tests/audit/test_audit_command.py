@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tiebreak.programs.audit import command
-from tiebreak.programs.audit.compiling import NotCompiledError, Target
+from tiebreak.laboratory.audit import command
+from tiebreak.laboratory.audit.compiling import NotCompiledError, Target
 from tiebreak.reports import cli
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records.store import UnreadableRecordsError

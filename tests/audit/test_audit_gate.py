@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tiebreak.kernels.triton.loading import installed
-from tiebreak.programs.audit import compiling
-from tiebreak.programs.audit.command import audited
-from tiebreak.programs.audit.compiling import TARGETS, sources
-from tiebreak.reports.audit import Audits, differences
+from tiebreak.laboratory.audit import compiling
+from tiebreak.laboratory.audit.command import audited
+from tiebreak.laboratory.audit.compiling import TARGETS, sources
+from tiebreak.laboratory.audit.records import Audits, differences
 from tiebreak.reports.records import store
 
 if (reason := compiling.unavailable()) is not None:

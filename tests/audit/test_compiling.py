@@ -13,10 +13,10 @@ from tiebreak.kernels.formats import BF16, FP32, Format, Rounding
 from tiebreak.kernels.plans import Cast, RoundingPlan
 from tiebreak.kernels.triton.config import Config
 from tiebreak.kernels.triton.roster import Compilation, compilations
-from tiebreak.programs.audit import compiling
-from tiebreak.programs.audit.compiling import TARGETS, compile_for, sources
-from tiebreak.programs.audit.reading import read
-from tiebreak.reports.audit import Audit
+from tiebreak.laboratory.audit import compiling
+from tiebreak.laboratory.audit.compiling import TARGETS, compile_for, sources
+from tiebreak.laboratory.audit.reading import read
+from tiebreak.laboratory.audit.records import Audit
 
 if (reason := compiling.unavailable()) is not None:
     pytest.skip(reason, allow_module_level=True)

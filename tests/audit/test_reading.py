@@ -2,8 +2,8 @@
 
 import pytest
 
-from tiebreak.programs.audit.reading import read
-from tiebreak.reports.audit import Audit, differences
+from tiebreak.laboratory.audit.reading import read
+from tiebreak.laboratory.audit.records import Audit, differences
 
 # A kernel in short. Line 10: scores, 20: softmax, 30: the last product, 40: division, 50: cast and store.
 PTX = """

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from tiebreak.reports.audit import Audit
 from tiebreak.reports.records.record import (
     CLAIM,
     NO_NUMBER,
@@ -205,23 +204,6 @@ def trained(
     return replace(skip(kernel, case, skipped=None), **(passed | fields))
 
 
-ONE = Audit(
-    target="sm_90",
-    kernel="flash/forward",
-    skipped=None,
-    products=("wgmma k16 bf16*bf16 -> f32",),
-    operand_casts=("cvt.rn.bf16x2.f32",),
-    output_casts=("cvt.rn.bf16x2.f32",),
-    exponential=("ex2.approx.ftz.f32",),
-    exponent=("add",),
-    logarithm=(),
-    division=("div.rn.f32",),
-    contraction=(),
-    flushes=("ex2",),
-    mode="to even",
-    fused=0,
-    separate=7,
-)
 CARDS = {"sm_80": "A100", "sm_90": "H100, H200", "gfx942": "MI300"}
 
 

@@ -92,6 +92,8 @@ def assert_fair(
     Raises:
         ValueError: the shapes differ, a dimension is none of O's, or the dtype of O is none that has ulps here.
     """
+    if not (isinstance(o, Tensor) and isinstance(exact, Tensor) and o.numel()):
+        raise ValueError(f"O is {type(o).__name__}, the exact one {type(exact).__name__}; both are tensors, not empty")
     if o.shape != exact.shape or o.dtype not in _FORMATS or (samples is None and o.dim() != 4) or repeat < 1:
         expected = (
             f"(batch, heads, queries, d), or any shape with samples=DIM, as of the exact one, {tuple(exact.shape)}"

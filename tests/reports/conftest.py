@@ -7,12 +7,30 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tiebreak.defects.made_up import CARDS, ONE, Call, Told, failing, record, run, skip, trained
+from tiebreak.defects.made_up import CARDS, Call, Told, failing, record, run, skip, trained
+from tiebreak.laboratory.audit.records import Audit, Audits
 from tiebreak.reports import cli
-from tiebreak.reports.audit import Audit, Audits
 from tiebreak.reports.records import store
 from tiebreak.reports.records.decode import SCHEMA
 from tiebreak.reports.records.record import CLAIM, Answer, Estimate, HistogramRecord, Run, TraceRecord
+
+ONE = Audit(
+    target="sm_90",
+    kernel="flash/forward",
+    skipped=None,
+    products=("wgmma k16 bf16*bf16 -> f32",),
+    operand_casts=("cvt.rn.bf16x2.f32",),
+    output_casts=("cvt.rn.bf16x2.f32",),
+    exponential=("ex2.approx.ftz.f32",),
+    exponent=("add",),
+    logarithm=(),
+    division=("div.rn.f32",),
+    contraction=(),
+    flushes=("ex2",),
+    mode="to even",
+    fused=0,
+    separate=7,
+)
 
 
 @pytest.fixture

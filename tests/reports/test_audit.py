@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tiebreak.defects.made_up import ONE, Call
-from tiebreak.reports.audit import KIND, LEGEND, Audit, Audits, audit_tables, differences, kinds
+from tiebreak.defects.made_up import Call
+from tiebreak.laboratory.audit.records import KIND, LEGEND, Audit, Audits, audit_tables, differences, kinds
 from tiebreak.reports.page.command import page
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import Run
@@ -47,14 +47,15 @@ def test_a_file_with_a_wrong_field_is_refused(
     assert len(str(refused.value).splitlines()) == 1
 
 
-def test_every_field_that_rounds_is_compared_and_no_schedule() -> None:
+def test_every_field_that_rounds_is_compared_and_no_schedule(audits: Audits) -> None:
+    one = audits.audits[2]
     for field in set(Audit.__struct_fields__) - set(UNGATED):
-        changed = replace(ONE, **{field: "other" if field == "mode" else ("other",)})
-        was = ", ".join(kinds(getattr(ONE, field)))
-        assert differences([ONE], [changed]) == [f"sm_90 flash/forward: {field}: was {was}, is other"]
-    assert differences([ONE, SKIP], [replace(ONE, fused=0, separate=9), replace(SKIP, skipped="other words")]) == []
+        changed = replace(one, **{field: "other" if field == "mode" else ("other",)})
+        was = ", ".join(kinds(getattr(one, field)))
+        assert differences([one], [changed]) == [f"sm_90 flash/forward: {field}: was {was}, is other"]
+    assert differences([one, SKIP], [replace(one, fused=0, separate=9), replace(SKIP, skipped="other words")]) == []
     skip = Audit.skip("sm_90", "flash/forward", "no ptxas")
-    assert differences([skip], [ONE]) == ["sm_90 flash/forward: skipped: was no ptxas, is no"]
+    assert differences([skip], [one]) == ["sm_90 flash/forward: skipped: was no ptxas, is no"]
 
 
 def rows(shown: str) -> dict[str, list[str]]:

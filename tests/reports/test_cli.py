@@ -9,8 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from tiebreak.defects.made_up import Call
+from tiebreak.laboratory.audit.records import Audits
 from tiebreak.reports import cli, terminal
-from tiebreak.reports.audit import Audits
 from tiebreak.reports.records.record import Run
 
 Keep = Callable[[Run, str], Path]

@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from tiebreak.defects.made_up import record, run, skip
-from tiebreak.reports.audit import KIND, Audit, Audits
+from tiebreak.laboratory.audit.records import KIND, Audit, Audits
 from tiebreak.reports.page.command import page
 from tiebreak.reports.page.figures import figures
 from tiebreak.reports.records import record as records

@@ -96,6 +96,10 @@ def test_an_output_of_another_shape_is_refused() -> None:
         tiebreak.assert_fair(call.exact.bfloat16()[0], call.exact[0])
     with pytest.raises(ValueError, match="samples 3: O has 3 dimensions"):
         tiebreak.assert_fair(call.exact.bfloat16()[0], call.exact[0], samples=(0, 3))
+    nothing: Any = [call.exact.bfloat16()[:0], call.exact.bfloat16().tolist()]
+    for o in nothing:
+        with pytest.raises(ValueError, match="not empty"):
+            tiebreak.assert_fair(o, call.exact[:0])
 
 
 def cut_off(x: Tensor) -> Tensor:

@@ -256,6 +256,13 @@ def test_a_pool_of_pages_has_poison_wherever_no_key_lies() -> None:
     assert bool((pool[6] == inputs.poison).all()), "which no sequence has"
 
 
+def test_a_kernel_that_needs_pages_is_asked_no_call_without(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def f(q, k, v, block_table, scale=None):\n    return q\n")
+    kernel = external_kernel(f"{tmp_path / 'mine.py'}:f")
+    assert "--features pages" in str(kernel.missing_requirement(PLAIN))
+    assert kernel.missing_requirement(asking((PAGES,))) is None
+
+
 # Attention of all that goes by a value, as its author would write it: pages of K and V in 8 bits, layout bnhd. Packed
 # sequences, each attended to by it; pages without the dimension of a batch.
 VALUES = """

@@ -20,7 +20,7 @@ MODULES = (
     "tiebreak.laboratory.fleet",
     "tiebreak.programs.shrink.command",
     "tiebreak.cases.capture",
-    "tiebreak.programs.audit.command",
+    "tiebreak.laboratory.audit.command",
 )
 FORBIDDEN = {"triton", "torch_npu", "ray"}
 

@@ -13,8 +13,8 @@ instruction set architecture, "Vector ALU Operations", "Matrix Arithmetic Instru
 import re
 from collections.abc import Iterable, Iterator
 
-from tiebreak.programs.audit.assembly import FUSED, Code, CompiledInstruction
-from tiebreak.reports.audit import Audit
+from tiebreak.laboratory.audit.assembly import FUSED, Code, CompiledInstruction
+from tiebreak.laboratory.audit.records import Audit
 
 _EXPONENTIAL = re.compile(r"^(?:ex2\.|v_exp_f)")
 _LOGARITHM = re.compile(r"^(?:lg2\.|v_log_f)")

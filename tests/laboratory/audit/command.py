@@ -7,10 +7,10 @@ from pathlib import Path
 
 from tiebreak.kernels.triton.loading import installed
 from tiebreak.kernels.triton.roster import Compilation
-from tiebreak.programs.audit.compiling import TARGETS, NotCompiledError, Target, compile_for, sources, unavailable
-from tiebreak.programs.audit.reading import read
-from tiebreak.reports import audit as records
-from tiebreak.reports.audit import Audit, Audits, audit_tables
+from tiebreak.laboratory.audit import records
+from tiebreak.laboratory.audit.compiling import TARGETS, NotCompiledError, Target, compile_for, sources, unavailable
+from tiebreak.laboratory.audit.reading import read
+from tiebreak.laboratory.audit.records import Audit, Audits, audit_tables
 from tiebreak.reports.cli import FAILED, PASSED, Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import matching, split
