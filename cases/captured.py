@@ -50,16 +50,33 @@ class _Layer:
     scale: float | None  # of the scores; None: 1/sqrt(d)
     fmt: Format  # that the tensors are in
     groups: int  # query heads per key head
-    heads: int  # query heads used, the first of batch x heads
+    entries: int  # of the batch used, the first
+    heads: int  # query heads used of each, the first
     rows: int  # queries of each used, the first
     keys: int  # keys used, the first: all that these queries see
     made: bool = False  # whether nothing in it is taken for a mistake of its writer
     padded: bool = False  # whether it says which keys take part
+    cut: str = ""  # what of the call is not used
     order: str = "bhnd"  # of the dimensions in memory, as a kernel gets them
 
     def key(self, part: str) -> str:
         """Return the file's key of q, k, v or do."""
         return f"layer{self.number}.{part}"
+
+    def part(self, batch: int, heads: int) -> tuple[slice, slice]:
+        """Return the entries and their key heads that batch `batch` has, about `heads` query heads; past the last none.
+
+        Entries stay whole; one of more heads than that is cut into parts, of whole groups.
+        """
+        key_heads = self.heads // self.groups
+        size = max(1, min(heads // self.groups, key_heads))
+        entries = max(1, heads // self.heads)
+        entry, part = divmod(batch, -(-key_heads // size))
+        return slice(entry * entries, (entry + 1) * entries), slice(part * size, (part + 1) * size)
+
+    def has_batch(self, batch: int, heads: int) -> bool:
+        """Return whether there is a batch of this index."""
+        return bool(self.part(batch, heads)[0].start < self.entries)
 
 
 def captured_cases(folder: Path) -> tuple[Case, ...]:
@@ -99,8 +116,9 @@ def without_cancelled(errors: Errors, output: Tensor, inputs: AttentionInputs, r
 def _case(layer: _Layer, name: re.Match[str], folder: Path) -> Case:
     rank = "" if name[3] is None else f".rank={name[3]}"
     fixed_heads = FixedHeads(
-        heads=layer.heads,
-        groups=layer.groups,
+        heads=layer.entries * layer.heads,
+        has_batch=layer.has_batch,
+        cut=layer.cut,
         formats=(BF16, FP16) if layer.fmt == FP32 else (layer.fmt,),
         options=("--captured", str(folder)),
         checksum=partial(_checksum, layer),
@@ -110,7 +128,7 @@ def _case(layer: _Layer, name: re.Match[str], folder: Path) -> Case:
         f"captured[step={name[1]}{rank}.layer={layer.number}]",  # no comma: --cases takes lists
         f"layer {layer.number} as captured in step {name[1]}",
         layer.path.name,
-        partial(_inputs, layer=layer, fixed_heads=fixed_heads),
+        partial(_inputs, layer=layer),
         failure=True,
         gradients=True,
         chaotic=layer.made,
@@ -161,17 +179,22 @@ def _layer(path: Path, file: Any, number: str) -> _Layer:
     made = words.get("made") == "true"
     _check_shapes(path, number, causal == "true" and not made, shapes)
     (batch, heads, queries, _), (_, key_heads, keys, _) = shapes["q"], shapes["k"]
-    groups, heads = heads // key_heads, batch * heads
+    groups, padding = heads // key_heads, keys_of["key_padding"]
+    padded = padding in set(file.keys())
+    if padded and (shape := file.get_slice(padding).get_shape()) not in ([keys], [batch, keys]):
+        raise CapturedError(f"{path}: {padding} {shape}; expected [{keys}] or [{batch}, {keys}], a number a key")
     fields = path, number, causal == "true", alpha, fmt, groups
     if not made:
-        return _Layer(*fields, *_used(heads, groups, queries=queries, keys=keys, causal=causal == "true"))
-    order, padding = words.get("order", _ORDERS[0]), keys_of["key_padding"]
+        whole = {"heads": batch * heads, "queries": queries, "keys": keys}
+        used, rows, seen = _used(batch * heads, groups, queries=queries, keys=keys, causal=causal == "true")
+        left = zip(whole.items(), (used, rows, seen), strict=True)
+        cut = ", ".join(f"{n - kept:,} {what} of {n:,}" for (what, n), kept in left if kept < n)
+        entries, each = (used // heads, heads) if used > heads else (1, used)
+        return _Layer(*fields, entries, each, rows, seen, padded=padded, cut=cut)
+    order = words.get("order", _ORDERS[0])
     if order not in _ORDERS:
         raise CapturedError(f"{path}: metadata layer{number}.order is {order}; expected one of {', '.join(_ORDERS)}")
-    padded = padding in set(file.keys())
-    if padded and (shape := file.get_slice(padding).get_shape()) != [keys]:
-        raise CapturedError(f"{path}: {padding} {shape}; expected [{keys}], a number a key")
-    return _Layer(*fields, heads, queries, keys, made, padded, order)  # small, and all of it matters
+    return _Layer(*fields, batch, heads, queries, keys, made, padded, order)  # small, and all of it matters
 
 
 def _format(path: Path, dtypes: Mapping[str, str]) -> Format:
@@ -216,14 +239,17 @@ def _used(heads: int, groups: int, *, queries: int, keys: int, causal: bool) -> 
 
 @lru_cache(maxsize=1)  # the cells of one case follow each other on a worker
 def _load(layer: _Layer) -> tuple[dict[str, Tensor], Tensor | None]:
-    """Return the used part of q, k, v and dO, (heads, tokens, d) in fp32, and which keys take part, bool (1, keys)."""
+    """Return the used part of q, k, v and dO, in fp32, and which keys take part, bool (batch, keys)."""
     with _opened(layer.path) as file:
         tensors = {}
         for part in _PARTS:
             of_q = part in {"q", "do"}
             rows, heads = (layer.rows, layer.heads) if of_q else (layer.keys, layer.heads // layer.groups)
-            tensors[part] = file.get_slice(layer.key(part))[:, :, :rows].flatten(0, 1)[:heads].float()
-        return tensors, file.get_tensor(layer.key("key_padding")).bool()[None] if layer.padded else None
+            tensors[part] = file.get_slice(layer.key(part))[: layer.entries, :heads, :rows].float()
+        if not layer.padded:
+            return tensors, None
+        padding = file.get_tensor(layer.key("key_padding")).bool()[..., : layer.keys]
+        return tensors, padding.expand(layer.entries, -1) if padding.dim() == 1 else padding[: layer.entries]
 
 
 @lru_cache(maxsize=1)
@@ -241,13 +267,14 @@ def _checksum(layer: _Layer) -> int:
     return zlib.crc32(f"{crc:08x} {layer.order}".encode())
 
 
-def _inputs(draw: Draw, layer: _Layer, fixed_heads: FixedHeads) -> AttentionInputs:
-    """Return one batch of a layer's heads as one batch entry."""
-    (tensors, padding), keys = _load(layer), fixed_heads.part(draw.batch, draw.heads)
+def _inputs(draw: Draw, layer: _Layer) -> AttentionInputs:
+    """Return one batch of a layer's heads: its own entries of the batch, each with its own padding."""
+    (tensors, padding), (entries, keys) = _load(layer), layer.part(draw.batch, draw.heads)
     queries = slice(keys.start * layer.groups, keys.stop * layer.groups)
+    padding = None if padding is None else padding[entries]
     parts = []
     for part, tensor in tensors.items():
-        rounded = draw.rounded(tensor[queries if part in {"q", "do"} else keys])[None]
+        rounded = draw.rounded(tensor[entries, queries if part in {"q", "do"} else keys])
         as_kept, as_given = (bool(torch.isfinite(x).all()) for x in (tensor, rounded))
         if not layer.made and not (as_kept and as_given):
             beyond = f"values beyond {draw.formats.inputs.name}; give another --dtype, or"

@@ -85,16 +85,12 @@ class FixedHeads:
     """The heads of a case that exist and are not generated, such as captured ones."""
 
     heads: int  # query heads in all
-    groups: int  # query heads per key head: they stay together
+    has_batch: Callable[[int, int], bool]  # whether there is a batch of this index, where one has so many query heads
+    cut: str  # what of the call these leave out, in words
     formats: tuple[Format, ...]  # it can be given in
     options: tuple[str, ...]  # of the command line, that bring the case in
     checksum: Callable[[], int]  # of the tensors
     measured: Callable[[Errors, Tensor, AttentionInputs, Reference], Errors]  # of O: the errors that say something
-
-    def part(self, batch: int, heads: int) -> slice:
-        """Return the key heads of batch `batch`, of whole groups and about `heads` query heads; empty past the last."""
-        size, key_heads = max(1, heads // self.groups), self.heads // self.groups
-        return slice(min(batch * size, key_heads), min((batch + 1) * size, key_heads))
 
 
 @dataclass(frozen=True)
@@ -136,10 +132,7 @@ class Case:
 
     def has_batch(self, batch: int, heads: int) -> bool:
         """Return whether there is a batch `batch` where a batch has `heads` query heads."""
-        if self.fixed_heads is None:
-            return True
-        part = self.fixed_heads.part(batch, heads)
-        return bool(part.start < part.stop)
+        return self.fixed_heads is None or self.fixed_heads.has_batch(batch, heads)
 
     def make(self, seed: int, batch: int, heads: int, fmt: Format) -> AttentionInputs:
         """Return inputs of one batch of heads: the same on every platform.

@@ -317,12 +317,9 @@ class _Kernel:
             Finding("ties", self._away()),
             Finding("checks", passed if self.ok else ""),
             Finding("rounding", self._rounding()),
-            Finding(
-                "not given",
-                ", ".join(sorted({name for cell in self.cells for name in cell.evidence.get("never_given", ())})),
-            ),
-            Finding(
-                "assumed", "; ".join(sorted({how for cell in self.cells if (how := cell.evidence.get("assumed"))}))
+            *(
+                Finding(name, "; ".join(sorted({told for cell in self.cells if (told := cell.evidence.get(name))})))
+                for name in ("not given", records.CAPTURED, "assumed")
             ),
             Finding("backward", self._backward()),
             Finding("rules", self._rules()),

@@ -32,10 +32,11 @@ class Tape:
         """Keep the steps of a program, and the number of its handles."""
         later: set[_Place] = set()
         self._handles, self._steps = handles, []
-        for step in reversed(steps):
-            last = {leaf for leaf in leaves(step) if leaf.__class__ is _Place} - later
+        for call, args, named, result in reversed(steps):
+            last = {*_places((args, named, result))} - later
             later |= last
-            self._steps.append((*step, last))
+            changing = [at for at, part in enumerate(args) if any(True for _ in _places(part))]
+            self._steps.append((call, args, changing, named, any(True for _ in _places(named)), result, last))
         self._steps.reverse()
 
     def play(self, given: Iterable[Any]) -> bool:
@@ -46,17 +47,28 @@ class Tape:
         def handle_of(leaf: Any) -> Any:
             return handles[leaf] if leaf.__class__ is _Place else leaf
 
-        for call, args, named, result, last in self._steps:
-            positional = [handle_of(arg) if arg.__class__ is _Place else _mapped(arg, handle_of) for arg in args]
-            now = call(*positional, **_mapped(named, handle_of))
-            for place, leaf in zip(leaves(result), leaves(now), strict=True):
-                if place.__class__ is _Place:
-                    handles[place] = leaf
-                elif place != leaf:
-                    return False
+        for call, args, changing, named, renamed, result, last in self._steps:
+            positional = [*args]
+            for at in changing:
+                arg = args[at]
+                positional[at] = handles[arg] if arg.__class__ is _Place else _mapped(arg, handle_of)
+            now = call(*positional, **(_mapped(named, handle_of) if renamed else named))
+            if result.__class__ is _Place:
+                handles[result] = now
+            elif result is not None or now is not None:
+                for place, leaf in zip(leaves(result), leaves(now), strict=True):
+                    if place.__class__ is _Place:
+                        handles[place] = leaf
+                    elif place != leaf:
+                        return False
             for place in last:
                 handles[place] = None  # arrays may be large
         return True
+
+
+def _places(x: Any) -> Iterator[_Place]:
+    """Yield the placeholders in a result or an argument."""
+    return (leaf for leaf in leaves(x) if leaf.__class__ is _Place)
 
 
 class BuilderRecorder:

@@ -1,8 +1,8 @@
 """A small language model that every machine makes alike, and what attention makes of its log-probabilities.
 
 It trains in fp64, where machines differ by far less than bf16 shows, and its weights are then rounded to bf16: they
-have the same bits wherever they were made, and their digest says so. Its tokens are its own samples, as those of a
-serving engine are; what is compared is the log-probability of each of them, in nats.
+have the same bits wherever they were made, and their digest says so; a file keeps them. Its tokens are its own samples,
+as those of a serving engine are; what is compared is the log-probability of each of them, in nats.
 """
 
 import hashlib
@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
-from typing import cast
+from importlib.resources import files
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import torch
@@ -28,6 +29,8 @@ VERSION = 1  # raised when the recipe changes: log-probabilities of other versio
 SEQUENCES, CONTEXT = 32, 128  # of the evaluation: 4,064 tokens have a log-probability, all but the first of a sequence
 CHUNK = 32  # tokens of a prefill in chunks
 CONFIGURATION = Configuration(3, 2, 64, CONTEXT, len(corpus().vocabulary))
+DIGEST = "d33b5915c0a09f71"  # of weights and tokens
+_FILE, _TOKENS = "fixture.npz", "tokens"
 _SEED, _DATA_SEED, _SAMPLE_SEED = 1, 11, 12
 _STEPS, _BATCH = 200, 8
 _RATE = Schedule(_STEPS, 5e-3, 20)
@@ -73,7 +76,18 @@ class Read:
 
 @cache
 def fixture() -> Fixture:
-    """Train the model and sample: some seconds, once a process."""
+    """Return the model and its tokens from the file that `trained` made once; ValueError: it is not that file."""
+    with files("tiebreak.cases.gpt2").joinpath(_FILE).open("rb") as file, np.load(file) as kept:
+        parts = {name: torch.from_numpy(kept[name]) for name in kept.files}
+    tokens = parts.pop(_TOKENS).long()
+    made = _fixture({name: bits.view(torch.bfloat16).double() for name, bits in parts.items()}, tokens)
+    if made.digest != DIGEST:
+        raise ValueError(f"{_FILE} was changed: its digest is {made.digest}, not {DIGEST}; install tiebreak again")
+    return made
+
+
+def trained() -> Fixture:
+    """Train the model and sample: some seconds."""
     model = _model(_EXACT, _NO_ARITHMETIC).double()
     optimizer, batches = adamw(list(model.parameters())), Batches(corpus().tokens, _BATCH, CONTEXT, _DATA_SEED)
     for step in range(_STEPS):
@@ -89,6 +103,17 @@ def fixture() -> Fixture:
     model.load_state_dict(weights)
     first = Batches(corpus().tokens, SEQUENCES, CONTEXT, _SAMPLE_SEED).batch(0)[0][:, :1]
     tokens, _ = sampled(model, first, draws((_SAMPLE_SEED,), CONTEXT))
+    return _fixture(weights, tokens)
+
+
+def keep(made: Fixture, file: BinaryIO) -> None:
+    """Write what `fixture` reads: weights as the bits of bf16, and tokens."""
+    parts: dict[str, Any] = {name: weight.bfloat16().view(torch.int16) for name, weight in made.weights.items()}
+    parts[_TOKENS] = made.tokens.short()
+    np.savez_compressed(file, **parts)
+
+
+def _fixture(weights: Mapping[str, Tensor], tokens: Tensor) -> Fixture:
     digest = hashlib.sha256(b"".join(part.numpy().tobytes() for part in (*weights.values(), tokens))).hexdigest()[:16]
     return Fixture(weights, tokens, digest)
 

@@ -86,8 +86,8 @@ class KernelOptions:
                 raise LoadError(f"{option} {unknown[0]!r}: known are {', '.join(allowed)}")
         if not _is_count(self.multiple_of):
             raise LoadError(f"multiple_of {self.multiple_of!r}: expected a positive integer")
-        if not all(map(_is_count, self.head_dims)):
-            raise LoadError(f"head_dims {self.head_dims!r}: expected positive integers")
+        if self.head_dims == [] or not all(_is_count(d) and d <= 1024 for d in self.head_dims):
+            raise LoadError(f"head_dims {self.head_dims!r}: expected integers from 1 to 1024, at least one")
         if self.lse not in ("", NATURAL, BINARY):
             raise LoadError(f"lse {self.lse!r}: expected {NATURAL} or {BINARY}")
         if not callable(self.backward) and self.backward not in (AUTOGRAD, NO_BACKWARD):

@@ -297,6 +297,7 @@ class NumbersRecord(Data, frozen=True):
 IDENTITY = "identity"  # evidence: what a search for a kernel's plan came to
 NUMBERS = "numbers"  # evidence: what comparisons of machines take differences of
 TRACEBACK, SCRIPT = "traceback", "script"  # evidence: where a cell failed, and how to show it to others
+CAPTURED = "captured"  # evidence: what was asked of a captured call
 
 # Evidence that something here draws or reads; of any other kind a record carries what JSON has.
 EVIDENCE: Mapping[str, Any] = {
@@ -316,6 +317,7 @@ EVIDENCE: Mapping[str, Any] = {
     "assumed": str,  # what was assumed, as the kernel ran, of a device that was not there
     TRACEBACK: str,  # of what a user's kernel raised, from the first frame of the user's on
     SCRIPT: str,  # the command that writes a script of a wrong call
+    CAPTURED: str,  # what was asked of a captured call, and what was not
 }
 OF_A_RUN = frozenset({"trace", "histogram", "series", TRACEBACK, SCRIPT})  # evidence that no baseline keeps
 

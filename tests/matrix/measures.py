@@ -107,7 +107,8 @@ def _sink(sample: Sample) -> Value:
 
 
 def _backward_ratio(at: int, sample: Sample) -> Value:
-    heads = sample.backward_heads[GRADIENT_NAMES[at]] if sample.backward_heads else None
+    compared = sample.backward_heads if sample.bench.case.normal else None
+    heads = compared[GRADIENT_NAMES[at]] if compared else None
     return None if heads is None else ratio_of_means(heads.square, heads.their_square)
 
 

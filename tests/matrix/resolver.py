@@ -51,6 +51,10 @@ class Resolver(Kind):
         """Return the usual mistakes that explain a wrong output, and the share of its bits that each has."""
         return {}
 
+    def hint(self, cell: Cell) -> str:
+        """Return what helps where a kernel raised, to be told before its error; empty: nothing is known."""
+        return ""
+
     def explained(self, run: Iterable[Record]) -> Mapping[str, Explanation]:
         """Return the best plan of every kernel whose records tell of one, by backend-kernel."""
         return {}

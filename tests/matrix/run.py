@@ -13,6 +13,7 @@ from tiebreak.matrix.checks import CONTRACT, ask_all, checks, contract_broken, j
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.off import farthest_off
 from tiebreak.matrix.options import command
+from tiebreak.matrix.resolver import resolver
 from tiebreak.matrix.trial import raised
 from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.records import record as records
@@ -44,7 +45,8 @@ def run_cell(cell: Cell, bench: Workbench, caught: Callable[[Exception], object]
         return skipped_record(cell, settings, first_line(error))
     except Exception as error:  # the kernel is not ours: whatever it raises belongs into its record
         caught(error)
-        return replace(ended_record(cell, settings, records.RUNS, raised(error, cell.kernel)), evidence=_traced(error))
+        why = resolver().hint(cell) + raised(error, cell.kernel)
+        return replace(ended_record(cell, settings, records.RUNS, why), evidence=_traced(error))
     answers, traced = ask_all(result), {}
     if result.backward_raised is not None:
         caught(result.backward_raised)

@@ -4,8 +4,10 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,8 @@ from tiebreak.cases.captured import CapturedError, captured_cases
 from tiebreak.cases.case import Case
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.cases.verdicts import BiasVerdict, judge
-from tiebreak.defects.planted import DEFECTS, on, twin
+from tiebreak.defects.kernel import SOUND
+from tiebreak.defects.planted import on, users
 from tiebreak.kernels.features import COMMON
 from tiebreak.kernels.formats import BF16, FP16, Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
@@ -31,7 +34,7 @@ from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.sample import Sample
 from tiebreak.matrix.workbench import Settings, Settled, Workbench
-from tiebreak.reports.records.record import CRASHED, MEASURED, Run
+from tiebreak.reports.records.record import CAPTURED, CRASHED, MEASURED, Run
 
 MatrixRun = Callable[..., pytest.RunResult]
 Kept = Callable[..., Run]
@@ -99,10 +102,23 @@ class TestCases:
         while case.has_batch(len(batches), heads):
             batches.append(case.make(1, len(batches), heads, BF16))
         assert all(batch.q.shape[1] <= max(heads, 4) for batch in batches)
+        assert (batches[0].q.shape == layer["q"].shape) is (heads >= 24), "a call in its own shape, if it fits"
         for part, ours in layer.items():
-            assert torch.equal(torch.cat([getattr(batch, part)[0] for batch in batches]), ours.float().flatten(0, 1))
-        outputs = torch.cat([reference(batch).o[0] for batch in batches])
+            parts = [getattr(batch, part).flatten(0, 1) for batch in batches]
+            assert torch.equal(torch.cat(parts), ours.float().flatten(0, 1))
+        outputs = torch.cat([reference(batch).o.flatten(0, 1) for batch in batches])
         assert torch.equal(outputs, reference(as_inputs(layer)).o.flatten(0, 1))
+
+    @pytest.mark.parametrize("heads", [2, 4, 8])
+    def test_each_entry_of_the_batch_keeps_its_own_padding(self, tmp_path: Path, heads: int) -> None:
+        layer, padding = normal((2, 4, 4, 8), key_heads=2), torch.ones(2, 4, dtype=torch.uint8)
+        padding[1, 1:] = 0
+        case = only_case(tmp_path, layer | {"key_padding": padding})
+        batches = [case.make(1, index, heads, BF16) for index in range(8 // heads)]
+        o = torch.cat([reference(batch).o.flatten(0, 1) for batch in batches])
+        alone = layer["v"][1, :, :1].double().repeat_interleave(2, 0).expand(-1, 4, -1)
+        assert torch.equal(o[4:], alone), "the rows of the second entry see one key"
+        assert not torch.equal(o[:1], layer["v"][:1, 0, :1].double().expand(-1, 4, -1))
 
     @pytest.mark.parametrize(("metadata", "keys"), [(CAUSAL, 96), (CAUSAL, 130), (FULL, 130)])
     def test_the_rows_used_are_what_they_were(
@@ -110,15 +126,17 @@ class TestCases:
     ) -> None:
         monkeypatch.setattr(captured, "_SCORES", 4 * 40 * keys)
         layer = normal((2, 2, 96, 16), keys=keys)
-        inputs = only_case(tmp_path, layer, metadata).make(1, 0, 4, BF16)
+        case = only_case(tmp_path, layer, metadata)
+        inputs = case.make(1, 0, 4, BF16)
+        assert case.fixed_heads is not None
+        assert f"{96 - inputs.q.shape[2]} queries of 96" in case.fixed_heads.cut
         causal = metadata is CAUSAL
         assert inputs.causal is causal
         whole = as_inputs(layer, causal=causal)
         rows = inputs.q.shape[2]
         assert 32 <= rows < 96
         assert inputs.k.shape[2] == (rows + keys - 96 if causal else keys)
-        expected = reference(whole).o.flatten(0, 1)[:, :rows]
-        torch.testing.assert_close(reference(inputs).o[0], expected, rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(reference(inputs).o, reference(whole).o[:, :, :rows], rtol=1e-13, atol=1e-13)
 
     def test_no_case_is_too_large_for_a_worker(self) -> None:
         for heads, tokens, groups, causal in product((1, 12, 4096), (16, 1000, 8192), (1, 3), (False, True)):
@@ -178,16 +196,34 @@ class TestLooks:
         assert sample.exhausted is (in_all == 40)
 
     @pytest.mark.parametrize(
-        ("kernel", "outcome"), [("tiled", {"gradients": True}), ("unscaled_dk", {"gradients": False})]
+        ("changes", "passed"),
+        [
+            ({}, True),
+            ({"dk": lambda sound, request, ds: sound(request, ds) / request.factor}, False),
+            ({"dk": lambda sound, request, ds: 1.25 * sound(request, ds)}, False),  # within every bound
+            ({"gradients": lambda sound, request, do, o: sound(request, torch.ones_like(do), o)}, False),
+        ],
+        ids=["sound", "dK unscaled", "dK x 1.25", "dO ignored"],
     )
     def test_a_backward_pass_is_held_to_the_do_that_was_kept(
-        self, tmp_path: Path, kernel: str, outcome: Mapping[str, bool]
+        self, tmp_path: Path, changes: Mapping[str, Any], passed: bool
     ) -> None:
         """TransformerEngine 3216: dK 88 times too large on a layer of a training run."""
-        case = only_case(tmp_path, normal((1, 4, 16, 64)))
-        tested = DEFECTS[kernel].kernel if kernel in DEFECTS else twin(kernel)
-        record = run_cell(Cell(on(), tested, OneCall(case), BF16), Workbench(Settings(heads=4)))
-        assert {name: record.answers[name].passed for name in outcome} == outcome
+        case = only_case(tmp_path, normal((2, 4, 16, 64), key_heads=2))
+        tested = users(partial(SOUND["tiled"], **changes), "tested")
+        record = run_cell(Cell(on(), tested, OneCall(case), BF16), Workbench(Settings(heads=8)))
+        assert record.answers["gradients"].passed is passed
+        assert re.search(r"asked: O, and gradients .* beside .*; not asked: nothing", record.evidence[CAPTURED])
+
+    def test_what_is_not_asked_of_a_captured_call_is_told(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(captured, "_SCORES", 4 * 48 * 96)
+        case = only_case(tmp_path, normal((2, 4, 96, 16)), CAUSAL)
+        tested = users(SOUND["tiled"], "tested", backward="none")
+        record = run_cell(Cell(on(), tested, OneCall(case), BF16), Workbench(Settings(heads=8)))
+        told = record.evidence[CAPTURED].partition("; not asked: ")[2]
+        assert all(word in told for word in ("48 queries of 96", "48 keys of 96", "gradients"))
 
     def test_cancelled_elements_do_not_hide_a_bias(self, tmp_path: Path) -> None:
         case = only_case(tmp_path, normal((2, 8, 48, 32)), CAUSAL)
@@ -318,7 +354,7 @@ BAD_METADATA: Mapping[str, tuple[Mapping[str, str], str]] = {
         {**FULL, "layer3.made": "true", "layer3.order": "nhbd"},
         "metadata layer3.order is nhbd; expected one of bhnd, bnhd, bhdn",
     ),
-    "padding": ({**FULL, "layer3.made": "true"}, r"layer3.key_padding \[2, 4\]; expected \[4\], a number a key"),
+    "padding": (FULL, r"layer3.key_padding \[2, 4\]; expected \[4\] or \[1, 4\], a number a key"),
     **{
         f"scale {scale}": ({**FULL, "scale": scale}, f"metadata scale is {scale}; expected a positive number")
         for scale in ("0", "inf", "one")
@@ -342,7 +378,7 @@ class TestBadFiles:
 
     @pytest.mark.parametrize(("metadata", "message"), BAD_METADATA.values(), ids=BAD_METADATA)
     def test_metadata(self, tmp_path: Path, metadata: Mapping[str, str], message: str) -> None:
-        padding = torch.ones(2, 4, dtype=torch.uint8)  # nothing but a made layer's is looked at
+        padding = torch.ones(2 if "padding" in message else 1, 4, dtype=torch.uint8)
         keep(tmp_path, {"3": normal((1, 2, 4, 8)) | {"key_padding": padding}}, metadata=metadata)
         self.refused(tmp_path, message)
 
@@ -390,6 +426,6 @@ def test_the_documented_example_is_a_case(pytester: pytest.Pytester) -> None:
     (case,) = captured_cases(pytester.path)
     assert case.name == "captured[step=000001.layer=0]"
     inputs = case.make(1, 0, 16, BF16)
-    assert inputs.q.shape == (1, 16, 64, 32)
+    assert inputs.q.shape == (2, 8, 64, 32)
     assert inputs.causal
     assert bool((inputs.do != 0).any())

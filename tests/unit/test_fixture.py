@@ -1,14 +1,17 @@
 """The language model that every machine makes alike, and the ways in which its tokens go through it."""
 
 from dataclasses import replace
+from importlib.resources import files
+from io import BytesIO
 from typing import NoReturn
 
+import numpy as np
 import pytest
 import torch
 
 from tiebreak.backends.backend import CPU, EMULATION
 from tiebreak.cases.gpt2.attention import HeadKernel
-from tiebreak.cases.gpt2.fixture import CONFIGURATION, CONTEXT, SEQUENCES, Way, exact, fixture, read
+from tiebreak.cases.gpt2.fixture import CONFIGURATION, CONTEXT, SEQUENCES, Way, exact, fixture, keep, read, trained
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import FP16
 from tiebreak.kernels.plans import Cast
@@ -18,7 +21,14 @@ FUSED = parse_declaration("flash@fused")
 
 def test_weights_and_tokens_have_the_same_bits_on_every_machine() -> None:
     # With one thread and with two, at the levels default, AVX2 and AVX-512 of an x86 CPU.
-    assert fixture().digest == "d33b5915c0a09f71"
+    made, file = trained(), BytesIO()
+    assert made.digest == fixture().digest
+    keep(made, file)
+    file.seek(0)
+    with files("tiebreak.cases.gpt2").joinpath("fixture.npz").open("rb") as kept:
+        ours, theirs = np.load(file), np.load(kept)
+        assert list(ours) == list(theirs), "keep(trained(), file) makes it anew"
+        assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
     assert fixture().tokens.shape == (SEQUENCES, CONTEXT)
 
 

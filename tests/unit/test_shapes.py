@@ -159,5 +159,6 @@ def test_a_call_that_is_refused_hides_no_other_and_a_gradient_wrong_everywhere_i
     switches: Mapping[str, Any], outcome: str
 ) -> None:
     kernel = users(partial(SOUND["tiled"], **switches), "mine")
-    record = run_cell(Cell(on(), kernel, EXPERIMENTS["shapes"], BF16), Workbench(Settings(seed=1, heads=16)))
+    # At this seed dQ of one row nearly cancels in one head: it errs by 9 %, its emulation by chance far less.
+    record = run_cell(Cell(on(), kernel, EXPERIMENTS["shapes"], BF16), Workbench(Settings(seed=92, heads=16)))
     assert record.outcome == outcome, record.reasons

@@ -20,7 +20,7 @@ from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings, Workbench
-from tiebreak.reports.records.record import CLAIM, FOLLOWED, FOLLOWS, PREDICTION, UNEXPLAINED, Record, Run
+from tiebreak.reports.records.record import CLAIM, CRASHED, FOLLOWED, FOLLOWS, PREDICTION, UNEXPLAINED, Record, Run
 
 MatrixRun = Callable[..., pytest.RunResult]
 Kept = Callable[..., Run]
@@ -234,6 +234,23 @@ def test_a_kernel_of_one_head_dimension_is_asked_all_in_it(tmp_path: Path, wrong
     for name in ("sink_tie", "random"):
         record = run_cell(Cell(CPU, mine, OneCall(cases[name]), BF16), Workbench(Settings(heads=16)))
         assert {check for check, answer in record.answers.items() if answer.passed is False} == failed, record.reasons
+
+
+@pytest.mark.parametrize(("dims", "hint"), [("256,", "head_dims=[256]"), ("64, 96", None), ("80,", None)])
+def test_a_kernel_that_raises_at_the_usual_head_dimension_alone_is_told_what_to_declare(
+    tmp_path: Path, dims: str, hint: str | None
+) -> None:
+    narrow = (
+        "if q.shape[-1] not in (DIMS): raise ValueError('no such d')\n    if q.shape[2] < 128: raise ValueError('few')"
+    )
+    source = f"import torch\ndef f(q, k, v):\n    {narrow}\n    return q @ k.mT @ v\n".replace("DIMS", dims)
+    (tmp_path / "narrow.py").write_text(source, encoding="utf-8")
+    mine = external_kernel(f"{tmp_path}/narrow.py:f", None)
+    case = next(case for case in EVERY if case.name == "no_tail")
+    record = run_cell(Cell(CPU, mine, OneCall(case), BF16), Workbench(Settings(heads=16)))
+    assert record.outcome == CRASHED
+    first = record.reasons[0].partition("; ")[0]
+    assert (hint in first) if hint else "head_dims" not in record.reasons[0]
 
 
 WIDE = """

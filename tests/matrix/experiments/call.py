@@ -263,7 +263,8 @@ def _is_settled(check: str, sample: Sample) -> bool:
 def _with_gradients(sample: Sample, plan: Settled) -> tuple[Sample, BackwardPasses | None]:
     """Add heads until it is settled whether gradients err too much; a user's are held to a known backward pass."""
     cell, bench, first, held_to = sample.cell, sample.bench, sample.outputs[0], sample.held_to
-    if held_to is None or first.gradients is None or not bench.case.normal:
+    compared = bench.case.normal or bench.case.fixed_heads is not None  # with known backward passes
+    if held_to is None or first.gradients is None or not compared:
         return sample, None
     backward = None
     if cell.kernel.external:
@@ -324,7 +325,7 @@ def _evidence(sample: Sample, backward: BackwardPasses | None) -> dict[str, Any]
     evidence |= {} if backward is None else {"backward": backward.bits}
     evidence |= {"assumed": assumed} if assumed else {}
     if isinstance(kernel := sample.cell.kernel, UserKernel) and (names := kernel.caller.convention.never_given):
-        evidence["never_given"] = names
+        evidence["not given"] = ", ".join(names)
     heads = heads_to_tell(sample.errors.bias, sample.heads)
     if sample.verdict is BiasVerdict.UNDECIDED and heads < MOST_HEADS:
         evidence["heads_to_tell"] = heads

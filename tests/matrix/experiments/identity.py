@@ -1,10 +1,15 @@
 """Which plan a user's kernel follows, by the search that `tiebreak identify` makes: one cell, on separate inputs."""
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import torch
+
 from tiebreak.kernels.external.kernels import UserKernel
+from tiebreak.kernels.formats import Formats
+from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError, Kernel
 from tiebreak.matrix.experiment import Cell, Experiment, SelectionContext
 from tiebreak.matrix.identification import settling
@@ -50,7 +55,24 @@ class Identification(Experiment):
         )
 
 
+def _runs_at(cell: Cell, d: int) -> bool:
+    """Return whether a small plain call of this head dimension returns."""
+    ones = torch.ones(1, 1, 128, d)
+    with suppress(Exception):
+        cell.backend.run(cell.kernel, AttentionInputs(ones, ones, ones, ones, Formats.of(cell.fmt)), gradients=False)
+        return True
+    return False
+
+
 class _Resolver(Resolver):
+    def hint(self, cell: Cell) -> str:
+        kernel = cell.kernel
+        if not isinstance(kernel, UserKernel) or kernel.caller.convention.options.head_dims or cell.backend.poisoned():
+            return ""
+        runs = [] if _runs_at(cell, 64) else [d for d in (128, 256) if _runs_at(cell, d)]
+        dims = ",".join(map(str, runs))
+        return f"it runs at d = {dims} and not at 64, so say --declare 'head_dims=[{dims}]'; " if runs else ""
+
     def plan_of(self, cell: Cell, bench: Workbench) -> Settled:
         return settling.plan_of(cell, bench)
 
