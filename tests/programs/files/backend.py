@@ -235,8 +235,6 @@ def attention(
     max_seqlen_k: int | None = None,
     cache_seqlens: Tensor | None = None,
     block_table: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Return the O that a folder has for these arguments, with its log-sum-exp if there is one."""
     keywords = {name: value for name, value in locals().items() if name not in _ARGUMENTS}
