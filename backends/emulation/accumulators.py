@@ -1,13 +1,13 @@
 """Accumulators: how products and terms are added up to one fp32 value."""
 
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tiebreak.backends.emulation.instructions import amx_matmul, bfmmla_matmul, sequential_matmul, vdpbf16_matmul
+from tiebreak.backends.emulation import instructions
 from tiebreak.kernels.kernel import CannotRunError
 from tiebreak.kernels.plans import Accumulator
 from tiebreak.plugins import Door
@@ -23,17 +23,21 @@ def _exact_matmul(a: Tensor, b: Tensor) -> Tensor:
         return (a.double() @ b.double()).float()
     # A few heads at a time: what is in fp64 stays in a core's cache.
     pieces = zip(*(torch.split(tensor.flatten(0, -3), at_once) for tensor in (a, b)), strict=True)
-    product = torch.cat([(ours.double() @ theirs.double()).float() for ours, theirs in pieces])
-    return product.reshape(*a.shape[:-2], m, n)
+    return torch.cat([(x.double() @ y.double()).float() for x, y in pieces]).reshape(*a.shape[:-2], m, n)
+
+
+def _of_bf16(instruction: Matmul, a: Tensor, b: Tensor) -> Tensor:
+    """Return a product by an instruction that takes bf16 alone; of wider operands it is a product of fp32, exact."""
+    return (instruction if all(map(instructions.holds_bf16, (a, b))) else _exact_matmul)(a, b)
 
 
 #: The core's own; those of a device come with its backend.
 MATMULS: Mapping[Accumulator, Matmul] = {
     Accumulator.EXACT: _exact_matmul,
-    Accumulator.SEQUENTIAL: sequential_matmul,
-    Accumulator.BFMMLA: bfmmla_matmul,
-    Accumulator.VDPBF16: vdpbf16_matmul,
-    Accumulator.AMX: amx_matmul,
+    Accumulator.SEQUENTIAL: instructions.sequential_matmul,
+    Accumulator.BFMMLA: partial(_of_bf16, instructions.bfmmla_matmul),
+    Accumulator.VDPBF16: partial(_of_bf16, instructions.vdpbf16_matmul),
+    Accumulator.AMX: partial(_of_bf16, instructions.amx_matmul),
 }
 
 
@@ -42,10 +46,8 @@ def matmul_by(accumulator: Accumulator) -> Matmul:
     """Return the product that adds up so, of a device what its backend brings; CannotRunError: none does."""
     if accumulator in MATMULS:
         return MATMULS[accumulator]
-    brought: list[Mapping[Accumulator, Matmul]] = [
-        each.accumulators for each in Door[Any]("tiebreak.backends").usable().values()
-    ]
-    for own in brought:
+    for each in Door[Any]("tiebreak.backends").usable().values():
+        own: Mapping[Accumulator, Matmul] = each.accumulators
         if accumulator in own:
             return own[accumulator]
     raise CannotRunError(f"no backend here says how products are added up by {accumulator.name.lower()}")

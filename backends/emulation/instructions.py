@@ -21,7 +21,7 @@ _AMX_TERMS = 32  # of a row that a tile takes at once
 
 def sequential_matmul(a: Tensor, b: Tensor) -> Tensor:
     """Return a @ b by fused multiply-adds of fp32, term after term."""
-    add, total = _adder(a, b), _zeros(a, b)
+    add, total = _adder(a, b)
     for k in range(a.shape[-1]):
         total = add(total, k)
     return total
@@ -29,8 +29,7 @@ def sequential_matmul(a: Tensor, b: Tensor) -> Tensor:
 
 def vdpbf16_matmul(a: Tensor, b: Tensor) -> Tensor:
     """Return a @ b by x86's VDPBF16PS (Intel SDM, volume 2): fused multiply-adds, of two terms the second first."""
-    a, b = _pairs(a, b)
-    add, total = _adder(a, b, flushes=True), _zeros(a, b)
+    add, total = _adder(*_pairs(a, b), flushes=True)
     for k in range(0, a.shape[-1], 2):
         total = add(add(total, k + 1), k)
     return total
@@ -41,8 +40,7 @@ def amx_matmul(a: Tensor, b: Tensor) -> Tensor:
 
     This follows the document (Intel SDM, volume 2): no AMX has run here.
     """
-    a, b = _pairs(a, b)
-    add, total = _adder(a, b, flushes=True), _zeros(a, b)
+    add, total = _adder(*_pairs(a, b), flushes=True)
     for start in range(0, a.shape[-1], _AMX_TERMS):
         even, odd = torch.zeros_like(total), torch.zeros_like(total)
         for k in range(start, min(start + _AMX_TERMS, a.shape[-1]), 2):
@@ -83,13 +81,9 @@ def _pairs(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return flushed(a), flushed(b)
 
 
-def _zeros(a: Tensor, b: Tensor) -> Tensor:
+def _adder(a: Tensor, b: Tensor, *, flushes: bool = False) -> tuple[Callable[[Tensor, int], Tensor], Tensor]:
+    """Return a function that adds the products of term k to a total in place, every sum RNE, and a total of zeros."""
     heads = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    return torch.zeros(*heads, a.shape[-2], b.shape[-1], device=a.device)
-
-
-def _adder(a: Tensor, b: Tensor, *, flushes: bool = False) -> Callable[[Tensor, int], Tensor]:
-    """Return a function that adds the products of term k to a total in place; every sum is RNE."""
     columns, rows = a.unsqueeze(-1).unbind(-2), b.unsqueeze(-3).unbind(-2)
     exact = _has_exact_products(a, b)
 
@@ -99,12 +93,17 @@ def _adder(a: Tensor, b: Tensor, *, flushes: bool = False) -> Callable[[Tensor, 
         total = fma(columns[k].expand_as(total), rows[k], total)
         return flushed(total) if flushes else total
 
-    return add
+    return add, torch.zeros(*heads, a.shape[-2], b.shape[-1], device=a.device)
+
+
+def holds_bf16(x: Tensor) -> bool:
+    """Return whether all that an fp32 tensor holds are numbers of bf16."""
+    return not x.view(torch.int32).bitwise_and(_LACKS_BF16).any()
 
 
 def _has_exact_products(a: Tensor, b: Tensor) -> bool:
     """Return whether fp32 holds all products, and no sum is subnormal: then rounding a product changes nothing."""
-    sizes = [x.abs() for x in (a, b) if x.numel() and not x.view(torch.int32).bitwise_and(_LACKS_BF16).any()]
+    sizes = [x.abs() for x in (a, b) if x.numel() and holds_bf16(x)]
     if len(sizes) < 2 or not math.prod(size.max().item() for size in sizes) < 2.0 ** (FP32.max_exponent + 1):
         return False  # something else than bf16, or beyond the range of fp32, or no number
     # All products, and so all sums, are multiples of the product of the last bits of the smallest operands.

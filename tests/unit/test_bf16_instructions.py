@@ -152,6 +152,16 @@ def test_what_fp32_lacks_is_added_unrounded_and_what_is_subnormal_is_flushed(
     assert vdpbf16_matmul(a[None], b[:, None]).item() == total
 
 
+@pytest.mark.parametrize("accumulator", [Accumulator.VDPBF16, Accumulator.AMX, Accumulator.BFMMLA])
+def test_what_no_bf16_holds_is_no_product_of_its_instructions(accumulator: Accumulator) -> None:
+    """A sum of 2^24 and four ones loses some by each of them, and none where an operand is wider."""
+    terms = torch.tensor([[2.0**24, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0]])
+    wider = terms + torch.tensor([[0.0, 1.0 + 2.0**-8, 0.0, -1.0 - 2.0**-8, *[0.0] * 6]])
+    arithmetic, ones = EmulatedArithmetic(), torch.ones(10, 1)
+    narrow, wide = (arithmetic.matmul(x, ones, Cast(FP32), accumulator).item() for x in (terms, wider))
+    assert narrow < wide == 2.0**24 + 4.0
+
+
 def test_a_product_whose_sum_is_rounded_in_blocks_loses_what_each_block_adds() -> None:
     terms = torch.cat([torch.full((1, 1), 2.0**14), torch.ones(1, 2047)], 1)
     arithmetic, ones = EmulatedArithmetic(), torch.ones(2048, 1)

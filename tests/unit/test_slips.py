@@ -13,12 +13,15 @@ from tiebreak.cases.feature_cases import with_features
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.defects.kernel import SOUND, Request, Switch
 from tiebreak.defects.planted import DEFECTS, on, twin, users
-from tiebreak.kernels.formats import BF16
+from tiebreak.kernels.formats import BF16, Formats
+from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Kernel
+from tiebreak.kernels.reference import reference
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import OneCall
+from tiebreak.matrix.identification.attribution import slip_bits
 from tiebreak.matrix.run import run_cell
-from tiebreak.matrix.workbench import Settings, Workbench
+from tiebreak.matrix.workbench import Settings, SharedBatch, Workbench
 from tiebreak.reports.records.record import Record
 
 Factor = Callable[[Request], float]
@@ -103,3 +106,20 @@ def test_which_key_head_is_read_is_told_by_all_heads_of_an_entry() -> None:
     """Of 64 heads, the first of each entry alone have another number of key heads."""
     defect = DEFECTS["heads_tiled"]
     assert defect.slip in judged(defect.kernel, defect.case, heads=64).evidence["slips"]
+
+
+def test_a_bias_that_is_added_before_the_soft_cap_is_named() -> None:
+    """ONNX's order, where the calls of the suite add the bias to capped scores."""
+
+    def in_onnx_order(sound: Switch, request: Request, keys: slice) -> Tensor:
+        s: Tensor = sound(replace(request, softcap=0.0), keys)
+        return request.softcap * torch.tanh(s / request.softcap) if request.softcap else s
+
+    rng = torch.Generator().manual_seed(0)
+    q, k, v, do, bias = (2 * torch.randn(1, 4, 64, 64, generator=rng).bfloat16().float() for _ in range(5))
+    inputs = AttentionInputs(q, k, v, do, Formats.of(BF16), softcap=2.0, bias=bias)
+    batch, told = SharedBatch(inputs, reference(inputs)), {}
+    for name, switches in {"wrong": {"scores": in_onnx_order}, "sound": {}}.items():
+        o = on().run(users(partial(SOUND["tiled"], **switches), name), inputs, gradients=False).o
+        told[name] = list(slip_bits(o, batch, on()))
+    assert told == {"wrong": ["the bias is added before the soft cap"], "sound": []}
