@@ -77,7 +77,7 @@ class Read:
 @cache
 def fixture() -> Fixture:
     """Return the model and its tokens from the file that `trained` made once; ValueError: it is not that file."""
-    with files("tiebreak.cases.gpt2").joinpath(_FILE).open("rb") as file, np.load(file) as kept:
+    with files("tiebreak.cases.gpt2").joinpath(_FILE).open("rb") as file, np.load(file, allow_pickle=False) as kept:
         parts = {name: torch.from_numpy(kept[name]) for name in kept.files}
     tokens = parts.pop(_TOKENS).long()
     made = _fixture({name: bits.view(torch.bfloat16).double() for name, bits in parts.items()}, tokens)
