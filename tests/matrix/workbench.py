@@ -216,12 +216,6 @@ class SharedBatch(Batch, Emulated):
         ref = Reference(**{name: tensor[entries, heads] for name, tensor in vars(self.ref).items()})
         return SharedBatch(self.inputs.part(entries, heads=heads, key_heads=key_heads), ref)
 
-    @property
-    def first_entries(self) -> "SharedBatch":
-        """About as many heads, of whole entries, which show the key head that each query head reads."""
-        cut = slice(-(-_FIRST_HEADS // self.inputs.q.shape[1]))
-        return SharedBatch(self.inputs.part(cut), Reference(**{name: x[cut] for name, x in vars(self.ref).items()}))
-
     def fits(self, o: Tensor, candidates: Mapping[str, Declaration]) -> dict[str, Fit]:
         """Return how each candidate fits an output.
 

@@ -178,13 +178,21 @@ def _splitting(kernel: Kernel) -> Callable[[int, int], Kernel]:
         keyword = kernel.caller.convention.splits
         if keyword is None:
             raise CannotRunError("no parameter num_splits or num_kv_splits")
-        return lambda number, keys: kernel.with_keywords(**{keyword: number})
+        return lambda number, keys: _with_option(kernel, keyword, number)
     declared = kernel.declaration
     if not kernel.composed or declared is None or declared.algorithm is not SPLIT_ATTENTION:
         raise CannotRunError("does not split a row's keys")
     return lambda number, keys: composed(
         kernel.name, replace(declared, block=Block(declared.block.queries, -(-keys // number)))
     )
+
+
+def _with_option(kernel: UserKernel, keyword: str, value: object) -> UserKernel:
+    """Return the same kernel with one more keyword, whatever its options say of it."""
+    called = kernel.caller.convention
+    options = replace(called.options, options={**called.options.options, keyword: value})
+    caller = replace(kernel.caller, convention=replace(called, options=options))
+    return replace(kernel, caller=caller, compute=caller.compute)
 
 
 def padding(session: Session, results: WithoutBias) -> None:

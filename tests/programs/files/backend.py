@@ -55,7 +55,7 @@ def as_called(arguments: Tensors, keywords: Values) -> tuple[Tensors, Values]:
 
 
 @dataclass
-class Folder:
+class CallFolder:
     """A folder of calls, and the outputs that somebody wrote into it."""
 
     path: Path
@@ -187,10 +187,10 @@ class Folder:
 
 
 @cache
-def opened(path: str) -> Folder:
+def opened(path: str) -> CallFolder:
     """Read a folder's manifest, once in this process; UsageError: there is none, or it can't be used."""
     try:
-        return Folder(Path(path), store.load(Path(path) / MANIFEST, Calls))
+        return CallFolder(Path(path), store.load(Path(path) / MANIFEST, Calls))
     except UnreadableRecordsError as error:
         raise UsageError(str(error)) from error
 
@@ -202,7 +202,7 @@ def _read(path: Path, changed: int) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 class _Current:
-    folder: ClassVar[Folder | None] = None  # whose calls are being made
+    folder: ClassVar[CallFolder | None] = None  # whose calls are being made
 
     @classmethod
     def answer(cls, names: tuple[str, ...], arguments: Tensors, keywords: Values) -> tuple[Tensor, ...]:

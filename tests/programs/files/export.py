@@ -145,13 +145,13 @@ def recorded(folder: Path, given: Mapping[str, str], options: Mapping[str, str])
         for recorder.answering in _ANSWERING:
             recorder.now.clear()
             words = [*run_words(folder, {**given, "cases": names}, options), "-n", "0", "--out", out]
-            _, printed = check.run(check.parsed(words, "tiebreak export"), follower := _Follower(recorder))
+            _, printed = check.run(check.parsed(words, "tiebreak export"), follower := _Recording(recorder))
             if follower.run is None:
                 raise UsageError("interrupted" if follower.interrupted else check.refusal(printed))
     return recorder, names
 
 
-class _Follower(check.Follower):
+class _Recording(check.Follower):
     """A plug-in that tells the recorder which case runs."""
 
     def __init__(self, recorder: Recorder) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from tiebreak.cases.verdicts import LOOKS
 from tiebreak.programs import check
 from tiebreak.programs.files import backend, export
-from tiebreak.programs.files.backend import Folder
+from tiebreak.programs.files.backend import CallFolder
 from tiebreak.reports.cli import FAILED, PASSED, USAGE, Parser
 from tiebreak.reports.records.record import UNDECIDED, Run
 from tiebreak.reports.tables.run import counted
@@ -36,15 +36,15 @@ def main(arguments: Sequence[str]) -> int:
         return USAGE
     options = check.parsed(words_of(folder, own.name or own.folder.resolve().name, rest), "tiebreak judge")
     options.command = shlex.join(["tiebreak", "judge", *arguments])
-    follower = _Follower(folder)
+    follower = _Judging(folder)
     code = check.checked(options, follower)
     return FAILED if code == PASSED and follower.unjudged else code
 
 
-class _Follower(check.Follower):
+class _Judging(check.Follower):
     """A follower of the run by which no answer that is an error, NaN or Inf passes."""
 
-    def __init__(self, folder: Folder) -> None:
+    def __init__(self, folder: CallFolder) -> None:
         super().__init__(sys.stderr)
         self.unjudged = [*folder.unjudged()]
 
@@ -59,7 +59,7 @@ class _Follower(check.Follower):
         return "\n".join([super().report(run, verbose=verbose), *(more if any(heads) else [])])
 
 
-def words_of(folder: Folder, name: str, more: Sequence[str] = ()) -> list[str]:
+def words_of(folder: CallFolder, name: str, more: Sequence[str] = ()) -> list[str]:
     """Return the words of `tiebreak check` that judge a folder; of its cases those alone that further words name."""
     manifest = folder.manifest
     options = {key: value for key, value in manifest.options.items() if f"--{key}" not in more}
