@@ -6,10 +6,18 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tiebreak.reports.records import record as records
 from tiebreak.reports.records.decode import encode
 from tiebreak.reports.records.order import cases_of
-from tiebreak.reports.records.record import NONFINITE, SHRUNK, Estimate, HistogramRecord, Record, Run, number_of
+from tiebreak.reports.records.record import (
+    NONFINITE,
+    SHRUNK,
+    Estimate,
+    HistogramRecord,
+    Record,
+    RuleAnswer,
+    Run,
+    number_of,
+)
 from tiebreak.reports.tables.compare import Row, compare
 from tiebreak.reports.tables.texts import cell_text, changes_text, explanation_texts
 
@@ -18,7 +26,7 @@ _FITS = 3  # plans that are named of those that a kernel's bits were held agains
 _DRAWN = frozenset({"trace", "series"})  # evidence that the figures draw
 
 
-def _rules_text(answers: Mapping[str, records.RuleAnswer]) -> str:
+def _rules_text(answers: Mapping[str, RuleAnswer]) -> str:
     """Return the rules' verdicts on one record, in a line."""
     verdicts = [answer.passed for answer in answers.values() if answer.passed is not None]
     failed = ", ".join(name for name, answer in answers.items() if answer.passed is False)

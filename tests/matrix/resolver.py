@@ -9,7 +9,8 @@ from torch import Tensor
 
 from tiebreak.kernels.inputs import Gradients
 from tiebreak.matrix.experiment import Cell, Kind, Offer
-from tiebreak.matrix.sample import HeadErrors, HeldTo, Sample
+from tiebreak.matrix.result import HeldTo
+from tiebreak.matrix.sample import HeadErrors, Sample
 from tiebreak.matrix.workbench import Settled, SharedBatch, Workbench
 from tiebreak.plugins import Door
 from tiebreak.reports.records.record import ExperimentRecord, Explanation, Record

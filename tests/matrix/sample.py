@@ -18,19 +18,11 @@ from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import FP32_INSIDE
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 from tiebreak.matrix.experiment import Cell
+from tiebreak.matrix.result import HeldTo
 from tiebreak.matrix.workbench import CaseBench, Fit, equal_bits
 
 #: O in fp32 throughout, rounded once: what no deterministic kernel of that output format does better.
 ROUNDED = Declaration(FLASH_ATTENTION, FP32_INSIDE, SHIFT_RULES["safe"])
-
-
-@dataclass(frozen=True)
-class HeldTo:
-    """The plan whose errors those of O may not exceed."""
-
-    plan: str  # as reports name it
-    declaration: Declaration
-    refused: str | None = None  # the plan that it follows, and that is accepted only where it is declared
 
 
 @dataclass(frozen=True)

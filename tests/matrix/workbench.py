@@ -28,7 +28,7 @@ from tiebreak.kernels.reference import Reference, reference
 
 Named = tuple[str, str, str]  # a backend, a kernel and a format
 EQUAL = 1e-3  # difference of shares of bits up to which plans are not told apart
-_FIRST_HEADS = 32  # on which all candidates are tried
+FIRST_HEADS = 32  # on which all candidates are tried
 _REACH = 0.02  # how far behind the best in its share of equal bits a candidate may be to be tried on all heads
 
 _FP32 = Cast(FP32)
@@ -203,8 +203,8 @@ class SharedBatch(Batch, Emulated):
     def first_heads(self) -> "SharedBatch":
         """The first heads, from as many entries as there are; the whole of a small batch."""
         inputs = self.inputs
-        entries = min(inputs.q.shape[0], _FIRST_HEADS)
-        key_heads = max(1, -(-_FIRST_HEADS // (entries * inputs.groups)))
+        entries = min(inputs.q.shape[0], FIRST_HEADS)
+        key_heads = max(1, -(-FIRST_HEADS // (entries * inputs.groups)))
         if entries == inputs.q.shape[0] and key_heads >= inputs.k.shape[1]:
             return self
         return self.part(slice(entries), slice(key_heads))

@@ -3,6 +3,7 @@
 import hashlib
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from time import process_time
 from typing import Any, ClassVar
@@ -31,8 +32,8 @@ from tiebreak.matrix.experiment import Cell, Experiment, Kind, SelectionContext,
 from tiebreak.matrix.measures import CALL_MEASURES, values_of
 from tiebreak.matrix.off import gradient_off, o_off
 from tiebreak.matrix.resolver import BackwardPasses, plan_of, resolver
-from tiebreak.matrix.result import Claimed, Predicted, Result, recorded
-from tiebreak.matrix.sample import HeldTo, OnTheWhole, Sample
+from tiebreak.matrix.result import Claimed, HeldTo, Result, recorded
+from tiebreak.matrix.sample import OnTheWhole, Sample
 from tiebreak.matrix.trial import refusal
 from tiebreak.matrix.workbench import CaseBench, Settled, SharedBatch, Workbench
 from tiebreak.reports.errors import UsageError
@@ -140,7 +141,7 @@ class OneCall(Experiment):
     def run(self, cell: Cell, bench: Workbench) -> Result:
         plan = plan_of(cell, bench)
         sample, backward = _with_gradients(_until_settled(cell, bench.case(self.case, cell.fmt), plan), plan)
-        measures, held_to, errors = values_of(sample), sample.held_to, sample.errors
+        measures, errors = values_of(sample), sample.errors
         verdict = None if sample.verdict is None else sample.verdict.value
         tied, in_training = where_bias_is(verdict, measures, self.case.formats(cell.fmt).output)
         return Result(
@@ -154,11 +155,9 @@ class OneCall(Experiment):
             answers={CONTRACT: contract_broken(plan.wrong)} if plan.wrong else {},
             backward_error=sample.outputs[0].backward_error,
             backward_raised=sample.outputs[0].backward_raised,
-            held_to=held_to.plan if held_to else None,
-            refused=held_to.refused if held_to else None,
+            held_to=sample.held_to,
             backward_held_to=backward.name if backward else None,
             gradient_heads=sample.gradient_heads,
-            failure=self.case.failure,
             external=cell.kernel.external,
             bound_of=sample.declaration.plan.name,
             heads=sample.heads,
@@ -178,21 +177,19 @@ def _until_settled(cell: Cell, bench: CaseBench, plan: Settled) -> Sample:
     output = _output(cell, bench, 0)
     declaration = _in_its_tiles(cell, bench, output)
     sample = Sample(cell, bench, declaration, _claim(cell, bench, declaration))
-    for look in range(LOOKS):
-        try:
+    with suppress(NotAskedError):  # of more heads
+        for look in range(LOOKS):
             for index in batches_of(look):
                 if bench.has_batch(index):
                     output = _output(cell, bench, index) if index else output
                     sample = sample.with_batch(output, _errors(cell, bench, index, output, declaration))
-        except NotAskedError:  # of more heads
-            break
-        if not look:
-            sample = _held_to_a_plan(sample, plan)
-        exhausted = not bench.has_batch(len(sample.outputs))
-        out_of_time = limit is not None and _NEXT_LOOK * (process_time() - began) > limit
-        sample = replace(sample, exhausted=exhausted, out_of_time=out_of_time and not exhausted)
-        if exhausted or out_of_time or (sample.is_settled and _is_settled(ACCURACY, sample)):
-            break
+            if not look:
+                sample = _held_to_a_plan(sample, plan)
+            exhausted = not bench.has_batch(len(sample.outputs))
+            out_of_time = limit is not None and _NEXT_LOOK * (process_time() - began) > limit
+            sample = replace(sample, exhausted=exhausted, out_of_time=out_of_time and not exhausted)
+            if exhausted or out_of_time or (sample.is_settled and _is_settled(ACCURACY, sample)):
+                break
     return sample
 
 
@@ -271,20 +268,18 @@ def _with_gradients(sample: Sample, plan: Settled) -> tuple[Sample, BackwardPass
         backward = resolver().backward(sample, held_to, plan)
     if backward is not None:
         sample = _add_gradients(sample, backward, first.gradients, first.o, bench.batch(0))
-    for look in range(1, LOOKS):
-        if sample.out_of_time or not bench.has_batch(batches_of(look).start) or _is_settled(GRADIENTS, sample):
-            break
-        for batch in (bench.batch(index) for index in batches_of(look) if bench.has_batch(index)):
-            try:
+    with suppress(NotAskedError):
+        for look in range(1, LOOKS):
+            if sample.out_of_time or not bench.has_batch(batches_of(look).start) or _is_settled(GRADIENTS, sample):
+                break
+            for batch in (bench.batch(index) for index in batches_of(look) if bench.has_batch(index)):
                 output = cell.backend.run(cell.kernel, batch.inputs, gradients=True)
-            except NotAskedError:
-                return sample, backward
-            if output.gradients is None:
-                continue
-            more = (*sample.more_gradients, OnTheWhole.of(output.gradients, batch))
-            sample = replace(sample, more_gradients=more)
-            if backward is not None:
-                sample = _add_gradients(sample, backward, output.gradients, output.o, batch)
+                if output.gradients is None:
+                    continue
+                more = (*sample.more_gradients, OnTheWhole.of(output.gradients, batch))
+                sample = replace(sample, more_gradients=more)
+                if backward is not None:
+                    sample = _add_gradients(sample, backward, output.gradients, output.o, batch)
     return sample, backward
 
 
@@ -344,7 +339,7 @@ def _claims(sample: Sample) -> Iterator[Claimed]:
         yield Claimed(*NO_WORSE, sample.rounded_passed, values_of)
 
 
-def _prediction(sample: Sample) -> Predicted | None:
+def _prediction(sample: Sample) -> Claimed | None:
     """Answer whether the prediction passed; if not, also whether it would be if the plan named the device's sums."""
     if sample.prediction is None:
         return None
@@ -355,7 +350,7 @@ def _prediction(sample: Sample) -> Predicted | None:
         plan = ",".join([label, *products])
         if predicted(difference(sample.errors, sample.emulated(parse_declaration(plan)))):
             values_of += f"; {plan}, as this device multiplies, does"
-    return Predicted(label, sample.prediction_passed, values_of)
+    return Claimed(f"what {label} predicts", "", sample.prediction_passed, values_of)
 
 
 def where_bias_is(verdict: str | None, measures: Mapping[str, Value], fmt: Format) -> tuple[bool | None, str | None]:
