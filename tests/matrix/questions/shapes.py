@@ -95,7 +95,8 @@ def shapes(session: Session, results: WithinError) -> None:
     if CAUSAL in session.kernel.takes:
         values["causal"] = [False, True]
     known: list[tuple[Mapping[str, Any], bool]] = []
-    for index, chosen in enumerate(covering(values)):
+    never = {(("batch", batch), ("parameter", "lengths")) for batch in values["batch"] if batch > 1}
+    for index, chosen in enumerate(covering(values, never)):
         call = _shaped(chosen)
         is_wrong = _hold(session, results, call, index)
         if is_wrong is not None:

@@ -229,6 +229,7 @@ def attention(
     softcap: float | None = None,
     sink: Tensor | None = None,
     attn_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
