@@ -1,5 +1,6 @@
 """The backend `files`: a kernel whose answers lie in a folder of `tiebreak export`."""
 
+import inspect
 import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -15,6 +16,7 @@ from tiebreak.backends.backend import Backend
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.external.options import kernel
+from tiebreak.kernels.features import FEATURES, GROUPED
 from tiebreak.kernels.kernel import CannotRunError, NotAskedError
 from tiebreak.programs.files import runner
 from tiebreak.reports.calls import MANIFEST, Calls, Stored, StoredCall, digest_of
@@ -218,28 +220,19 @@ def _backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, **keywords
 
 
 @kernel(backward=_backward, name="files")
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    window_size: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    sink: Tensor | None = None,
-    attn_bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    cache_seqlens: Tensor | None = None,
-    block_table: Tensor | None = None,
-) -> tuple[Tensor, ...]:
+def attention(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> tuple[Tensor, ...]:
     """Return the O that a folder has for these arguments, with its log-sum-exp if there is one."""
-    keywords = {name: value for name, value in locals().items() if name not in _ARGUMENTS}
     return _Current.answer(("o", "lse"), {"q": q, "k": k, "v": v}, keywords)
+
+
+#: The keywords of all features, each by one name.
+_KEYWORDS = ("causal", *(word for each in FEATURES if each is not GROUPED for word in each.keywords[: each.parts]))
+attention.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [
+        *(inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in "qkv"),
+        *(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in _KEYWORDS),
+    ]
+)
 
 
 @dataclass(frozen=True)
