@@ -47,6 +47,7 @@ class ShapedCall:
     page: int = 16  # keys of a page
     softcap: float = 1.5
     lse: float = 0.0  # what all scores are lowered by
+    v_in_k: bool = False  # whether V is the first columns of K, in the same memory
 
     @property
     def words(self) -> str:
@@ -63,6 +64,7 @@ class ShapedCall:
         q, k, v, do = (
             draw.rounded(draw.normal(self.batch, *size)) for size in (*sizes, (self.heads, self.queries, d_v))
         )
+        v = k[..., :d_v] if self.v_in_k else v
         if self.lse:
             q[..., 0], k[..., 0] = self.lse, math.sqrt(d)
         inputs = AttentionInputs(q, k, v, _DO * do, draw.formats, causal=self.causal)

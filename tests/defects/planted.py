@@ -398,6 +398,10 @@ def _capped_by_exponentials(s: Tensor, request: Request) -> Tensor:
     return request.softcap * (power - 1.0) / (power + 1.0)
 
 
+def _rows_side_by_side(request: Request) -> Tensor:
+    return request.v if request.v.shape[-1] == request.k.shape[-1] else read_as_contiguous(request.v)
+
+
 def _causal_of_all_rows(sound: Switch, request: Request) -> Tensor | None:
     if request.cu_seqlens_q is None or not request.causal:
         hidden: Tensor | None = sound(request)
@@ -685,6 +689,8 @@ _OF_USERS = (
     _row("columns_of_v_in_fours", "dV has 64 columns at a time, and the rest is left out",
          "Dao-AILab/flash-attention/issues/2896", ("head_dimensions", "usage"),
          gradients=lambda sound, request, do, o: _without(sound(request, do, o), 2, request.v.shape[-1] // 64 * 64)),
+    _row("rows_of_v_side_by_side", "rows of V are taken to lie side by side where V is narrower than K",
+         "vllm-project/vllm/pull/45111", ("latent_views", "usage"), prepared=_asking(v=_rows_side_by_side)),
     _row("padded_dimension", "the scale is that of the next power of two of d",
          "Dao-AILab/flash-attention/issues/2552", ("head_dimensions", "usage"),
          product=lambda sound, request, keys: sound(request, keys) * 2 ** (math.log2(request.q.shape[-1]) % -1 / 2)),
