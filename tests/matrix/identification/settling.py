@@ -28,6 +28,7 @@ from tiebreak.matrix.identification.asking import DesignedOutput, ProbedKernel
 from tiebreak.matrix.identification.backward_attribution import backward_pass_of
 from tiebreak.matrix.identification.candidates import MATCHED_BY_ERROR_SIZE, accepted, on_device
 from tiebreak.matrix.identification.designed import BINDING, DESIGNED, OF_SUMS
+from tiebreak.matrix.trial import raised
 from tiebreak.matrix.workbench import Settled, SharedBatch, Workbench, equal_bits
 from tiebreak.reports.records.record import FOLLOWED
 from tiebreak.reports.tables.run import counted
@@ -104,7 +105,8 @@ def file_of(folder: Path, name: str, kind: str) -> Path:
 
 
 def _settle(probed: ProbedKernel, seed: int) -> Settled:
-    """Find a kernel's plan; if it raises on the way the plan is unknown, and its cells report the error."""
+    """Find a kernel's plan; if it raises on the way the plan is unknown, and its cells fail for the error."""
+    error_text = ""
     try:
         answers = designed_answers(probed)
         followed, basis = explaining(probed, answers), f"{probed.backend.evidence} on {counted(len(answers), 'input')}"
@@ -112,7 +114,9 @@ def _settle(probed: ProbedKernel, seed: int) -> Settled:
         if probed.backend.poisoned():
             raise
         followed, basis = None, f"nothing: {first_line(error)}"
-    wrong = _wrong(probed, followed)
+        if not isinstance(error, UnidentifiedError):
+            error_text = f"asked for its plan, it raised {raised(error, probed.kernel)}"
+    wrong = _wrong(probed, followed) or error_text
     if followed is not None:
         return Settled(basis, followed, backward=_backward(probed, followed, seed), wrong=wrong)
     try:
