@@ -1,7 +1,7 @@
 """Instructions as functions of threads: where operands come from, what memory and other threads take part with."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,18 +29,46 @@ _SOURCES: Mapping[str, Callable[[Array], Array]] = {  # lanes that a shuffle tak
 }
 
 
-def bound(at: Instruction, card: str) -> Run | None:
-    """Return the effect of an instruction on threads, None for a branch; raise CannotRunError if it isn't supported."""
+def bound(instructions: Sequence[Instruction], targets: Container[int], card: str) -> list[Run | None]:
+    """Return the effect of every instruction on threads, None for a branch; `targets` are the places of labels.
+
+    Of several `mma.sync` one after the other that don't need one another's sums, the first has the effect of all.
+
+    Raises:
+        CannotRunError: One isn't supported.
+    """
+    runs: list[list[Instruction]] = []
+    for place, at in enumerate(instructions):
+        if not runs or place in targets or not _independent(runs[-1], at):
+            runs.append([])
+        runs[-1].append(at)
+    return [effect for run in runs for effect in (_effect(run, card), *[_nothing] * (len(run) - 1))]
+
+
+def _independent(run: Sequence[Instruction], at: Instruction) -> bool:
+    """Return whether an instruction is a product of the same kind as some others and needs no sum of theirs."""
+    if at.opcode != run[0].opcode or not at.opcode.startswith("mma.") or at.guard or run[0].guard:
+        return False
+    sums = {name for earlier in run for name in _names(earlier.operands[0])}
+    return not any(sums.intersection(_names(operand)) for operand in at.operands[1:])
+
+
+def _effect(run: Sequence[Instruction], card: str) -> Run | None:
+    at = run[0]
     if at.opcode in ("bra", "bra.uni", "ret"):
         return None
     for pattern, binder in _BINDERS.items():
         if match := re.fullmatch(pattern, at.opcode):
             return binder(at, match)
     if at.opcode.startswith("mma."):
-        return _product(at, card)
+        return _products(run, card)
     if at.opcode in OPERATIONS:
         return _calculation(at)
     raise at.refused()
+
+
+def _nothing(_: Threads, __: Array) -> None:
+    """Do nothing."""
 
 
 # Operands.
@@ -212,14 +240,18 @@ def _matrices(at: Instruction, match: _Match) -> Run:
     return load
 
 
-def _product(at: Instruction, card: str) -> Run:
-    product, write = product_of(at, card), _writer(at.operands[0], at)
-    reads = [[_reader(name, "u32", at) for name in _names(operand)] for operand in at.operands[1:]]
+def _products(run: Sequence[Instruction], card: str) -> Run:
+    """Bind some `mma.sync` of one kind."""
+    product, writes = product_of(run[0], card), [_writer(at.operands[0], at) for at in run]
+    # Of A, B and C: every instruction's registers.
+    reads = [[[_reader(name, "u32", at) for name in _names(at.operands[of])] for at in run] for of in (1, 2, 3)]
 
     def multiply(threads: Threads, mask: Array) -> None:
-        threads.together(mask, WARP, at)
-        for number, value in enumerate(product(*([threads.full(read(threads)) for read in each] for each in reads))):
-            write(threads, number, value, mask)
+        threads.together(mask, WARP, run[0])
+        held = [np.array([[threads.full(read(threads)) for read in each] for each in operand]) for operand in reads]
+        sums = product(*(np.moveaxis(x, 1, -1) for x in held))
+        for number, write in np.ndindex(sums.shape[-1], len(run)):
+            writes[write](threads, number, np.ascontiguousarray(sums[write, ..., number]), mask)
 
     return multiply
 

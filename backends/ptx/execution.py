@@ -26,7 +26,8 @@ class Program:
             CannotRunError: it holds what is not executed here, which the message names.
         """
         self._parameters, instructions, self._labels = parsed(text)
-        self._steps = [(at, bound(at, card)) for at in instructions]
+        effects = bound(instructions, set(self._labels.values()), card)
+        self._steps = list(zip(instructions, effects, strict=True))
         self._granule = 1 if any(_SMALL.fullmatch(at.opcode) for at in instructions) else 4
 
     def run(self, launch: Launch) -> None:

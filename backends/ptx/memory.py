@@ -130,7 +130,9 @@ class Shared:
 def _unordered(before: Array, now: Array) -> Array:
     """Return whether no barrier orders two accesses by different threads."""
     difference = before ^ now
-    in_phase = (before != _NOBODY) & (difference >> _PHASE == 0)
+    in_phase: Array = difference >> _PHASE == 0  # nobody's is negative
+    if not in_phase.any():
+        return in_phase
     one_thread = (difference & (1 << _PHASE_OF_WARP) - 1 == 0) & (now & _SEVERAL == 0)
     of_warp = difference >> _OF_WARP & (1 << _PHASE_OF_WARP - _OF_WARP) - 1 == 0  # which has its own barrier
     unordered: Array = in_phase & ~one_thread & ~(of_warp & (difference >> _PHASE_OF_WARP != 0))

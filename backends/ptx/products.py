@@ -1,7 +1,6 @@
 """`mma.sync` and `ldmatrix`: which thread holds which element (PTX ISA, Matrix Fragments for mma and for ldmatrix)."""
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,6 +17,7 @@ from tiebreak.backends.ptx.parsing import Instruction
 _MMA = re.compile(r"mma\.sync\.aligned\.m16n8k(\d+)\.row\.col\.f32\.(\w+)\.(\w+)\.f32")
 _FORMATS = {"f16": "fp16", "bf16": "bf16", "tf32": "tf32", "e4m3": "fp8_e4m3", "e5m2": "fp8_e5m2"}
 _GROUP, _IN_GROUP = (np.arange(WARP) >> 2)[:, None, None], (np.arange(WARP) & 3)[:, None, None]
+_MIXING = np.random.default_rng(0).integers(2**63, size=WARP * 8, dtype=np.uint64) * 2 + 1  # odd: no bit is lost
 _Places = tuple[Array, Array]  # rows and columns: (lanes, registers, elements of a register)
 
 
@@ -42,20 +42,31 @@ class Product:
             (_GROUP + 8 * (register >> 1), 2 * _IN_GROUP + (register & 1)),
         )
 
-    def __call__(self, *operands: Sequence[Array]) -> list[Array]:
-        """Return D = A B + C of every warp, from registers to registers: uint32 of (blocks, threads) each."""
-        types, shapes = (self.a, self.b, "f32"), ((16, self.k), (self.k, 8), (16, 8))
-        a, b, c = map(_tile, operands, types, shapes, self._places)
+    def __call__(self, a: Array, b: Array, c: Array) -> Array:
+        """Return D = A B + C of every warp, from registers to registers: uint32, (..., threads, registers)."""
+        held = [x.reshape(-1, WARP * x.shape[-1]) for x in (a, b, c)]
+        first, number = _distinct(np.concatenate(held, 1))
+        kinds, shapes = (self.a, self.b, "f32"), ((16, self.k), (self.k, 8), (16, 8))
+        left, right, sums = map(_tile, (x[first] for x in held), kinds, shapes, self._places)
+        d = tensor_core_matmul(left, right, sums, self.core).numpy().view(np.uint32)
         rows, columns = self._places[2]
-        lanes = tensor_core_matmul(a, b, c, self.core).numpy().view(np.uint32)[:, rows, columns]
-        return [lanes[..., at, 0].reshape(operands[2][0].shape) for at in range(4)]
+        return d[:, rows, columns][number].reshape(c.shape)
 
 
-def _tile(registers: Sequence[Array], kind: str, shape: tuple[int, int], places: _Places) -> torch.Tensor:
+def _distinct(rows: Array) -> tuple[Array, Array]:
+    """Return where distinct rows, uint32, stand first, and the number of each row's: padding is much the same."""
+    keys = np.ascontiguousarray(rows).view(np.uint64)
+    _, first, number = np.unique(keys @ _MIXING[: keys.shape[1]], return_index=True, return_inverse=True)
+    if np.array_equal(keys[first[number]], keys):
+        return first, number
+    return np.arange(len(rows)), np.arange(len(rows))  # two have one hash
+
+
+def _tile(held: Array, kind: str, shape: tuple[int, int], places: _Places) -> torch.Tensor:
     """Return the tile that the lanes of each warp hold together, (warps, rows, columns), fp32."""
-    held: Any = np.stack(registers, -1).view(TYPES[kind])
-    tile = np.empty((held.shape[0] * held.shape[1] // WARP, *shape), np.float32)
-    tile[:, places[0], places[1]] = held.reshape(-1, *np.broadcast_shapes(places[0].shape, places[1].shape))
+    values: Any = held.view(TYPES[kind])
+    tile = np.empty((len(held), *shape), np.float32)
+    tile[:, places[0], places[1]] = values.reshape(-1, *np.broadcast_shapes(places[0].shape, places[1].shape))
     return torch.from_numpy(tile)
 
 

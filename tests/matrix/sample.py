@@ -81,7 +81,7 @@ class Sample:
     fits: Mapping[str, Fit] | None = None  # of known plans, where the kernel declares none; None: not looked for yet
     held_to: HeldTo | None = None  # None: its errors are compared with those of no plan
     backward_heads: Mapping[str, HeadErrors] | None = None  # of dq, dk and dv, on as many heads as tell; None: no pass
-    worst_gradient: float | None = None  # see `tiebreak.matrix.resolver.BackwardPasses`
+    worst_gradient: float | None = None  # largest ratio of a head's squares to those of the pass that errs most there
     more_gradients: tuple[OnTheWhole, ...] = ()  # of batches after the first, as many as it takes
 
     @property

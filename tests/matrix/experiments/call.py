@@ -8,7 +8,6 @@ from time import process_time
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from tiebreak.backends.probes import plan_changes
 from tiebreak.backends.registry import target_of
@@ -24,7 +23,7 @@ from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.kernels.features import HIDDEN_NAN, SCRIPTABLE
 from tiebreak.kernels.flash import BLOCK
 from tiebreak.kernels.formats import Format, Formats
-from tiebreak.kernels.inputs import AttentionOutput, Gradients
+from tiebreak.kernels.inputs import AttentionOutput
 from tiebreak.kernels.kernel import Declaration, Kernel, delta_alone, tilings
 from tiebreak.kernels.roster import roster_labels
 from tiebreak.matrix.checks import ACCURACY, GRADIENTS, checks, looks
@@ -35,7 +34,7 @@ from tiebreak.matrix.resolver import BackwardPasses, plan_of, resolver
 from tiebreak.matrix.result import Claimed, HeldTo, Result, recorded
 from tiebreak.matrix.sample import OnTheWhole, Sample
 from tiebreak.matrix.trial import refusal
-from tiebreak.matrix.workbench import CaseBench, Settled, SharedBatch, Workbench
+from tiebreak.matrix.workbench import CaseBench, Settled, Workbench
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import record as records
 
@@ -139,7 +138,8 @@ class OneCall(Experiment):
         return case.fixed_heads is None and cell.kernel.refusal(case.make(0, 0, 1, cell.fmt)) is not None
 
     def run(self, cell: Cell, bench: Workbench) -> Result:
-        sample, backward = _with_gradients(*_until_settled(cell, bench.case(self.case, cell.fmt), plan_of(cell, bench)))
+        plan = plan_of(cell, bench)
+        sample, backward = _with_gradients(_until_settled(cell, bench.case(self.case, cell.fmt), plan), plan)
         measures, errors = values_of(sample), sample.errors
         verdict = None if sample.verdict is None else sample.verdict.value
         tied, in_training = where_bias_is(verdict, measures, self.case.formats(cell.fmt).output)
@@ -166,7 +166,7 @@ class OneCall(Experiment):
         )
 
 
-def _until_settled(cell: Cell, bench: CaseBench, plan: Settled) -> tuple[Sample, Settled]:
+def _until_settled(cell: Cell, bench: CaseBench, plan: Settled) -> Sample:
     """Add heads until O's verdicts are settled, no heads are left, the cap is reached or time is short.
 
     A look draws as many heads as all looks before it, and takes as long. The kernel's plan is known from the first.
@@ -187,7 +187,7 @@ def _until_settled(cell: Cell, bench: CaseBench, plan: Settled) -> tuple[Sample,
         sample = replace(sample, exhausted=exhausted, out_of_time=out_of_time and not exhausted)
         if exhausted or out_of_time or (sample.is_settled and _is_settled(ACCURACY, sample)):
             break
-    return sample, plan
+    return sample
 
 
 def _held_to_a_plan(sample: Sample, plan: Settled) -> Sample:
@@ -260,11 +260,9 @@ def _with_gradients(sample: Sample, plan: Settled) -> tuple[Sample, BackwardPass
     compared = bench.case.normal or bench.case.fixed_heads is not None  # with known backward passes
     if held_to is None or first.gradients is None or not compared:
         return sample, None
-    backward = None
-    if cell.kernel.external:
-        backward = resolver().backward(sample, held_to, plan)
+    backward = resolver().backward(sample, held_to, plan) if cell.kernel.external else None
     if backward is not None:
-        sample = _add_gradients(sample, backward, first.gradients, first.o, bench.batch(0))
+        sample = backward.added_to(sample, first.gradients, first.o, bench.batch(0))
     for look in range(1, LOOKS):
         if sample.out_of_time or not bench.has_batch(batches_of(look).start) or _is_settled(GRADIENTS, sample):
             break
@@ -275,17 +273,8 @@ def _with_gradients(sample: Sample, plan: Settled) -> tuple[Sample, BackwardPass
             more = (*sample.more_gradients, OnTheWhole.of(output.gradients, batch))
             sample = replace(sample, more_gradients=more)
             if backward is not None:
-                sample = _add_gradients(sample, backward, output.gradients, output.o, batch)
+                sample = backward.added_to(sample, output.gradients, output.o, batch)
     return sample, backward
-
-
-def _add_gradients(sample: Sample, backward: BackwardPasses, made: Gradients, o: Tensor, batch: SharedBatch) -> Sample:
-    """Return the sample with a batch's errors of gradients, and those of the backward passes they are held to."""
-    errors, heads = backward.errors(made, o, batch), sample.backward_heads
-    joined = errors if heads is None else {name: mine.joined(errors[name]) for name, mine in heads.items()}
-    worst = backward.worst(errors, made, o, batch)
-    largest = worst if sample.worst_gradient is None else max(worst, sample.worst_gradient)
-    return replace(sample, backward_heads=joined, worst_gradient=largest)
 
 
 def _script(sample: Sample) -> str | None:
