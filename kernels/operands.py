@@ -88,8 +88,6 @@ class Operands:
             for x, factors in ((inputs.k, inputs.k_descale), (inputs.v, inputs.v_descale))
         )
         q, k, v, hidden = inputs.q, k_held.whole, v_held.whole, inputs.hidden()
-        if hidden is not None:
-            hidden = hidden.to(q.device)
         small_q, small_k = q, k
         if plan.smooth_k:  # in the format of the call, as PyTorch takes a mean
             input_cast = Cast(inputs.formats.inputs)
@@ -102,7 +100,7 @@ class Operands:
             v_held if plan.v8 is None else _quantized(v, plan.v8, arithmetic, _ROWS),
         )
         sink = None if inputs.sink is None else inputs.sink[:, None, None]
-        of_scores = hidden, inputs.scale, inputs.softcap, sink, inputs.bias
+        of_scores = hidden, inputs.scale, inputs.softcap, sink, inputs.added
         return cls(q, k, v, inputs.do, *of_scores, tiles or Tiles(), plan, arithmetic, taken)
 
     def scores(self, rows: slice, keys: slice) -> Tensor:
@@ -119,7 +117,7 @@ class Operands:
             if self.bias is None:
                 return self.masked(s, rows, keys)
             bias = cut(self.bias, rows, keys)
-            # FlashAttention-2 divides the slopes of ALiBi by the factor that is to come.
+            # FlashAttention-2 divides slopes by the factor that is to come.
             s = s + bias / self.unit if folds_scale(self.plan) else self.arithmetic.cast(s + bias, self.plan.s)
             return self.masked(s, rows, keys)
 

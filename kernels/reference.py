@@ -71,12 +71,12 @@ def scores(inputs: AttentionInputs) -> Tensor:
     s = products(inputs)
     if inputs.softcap:
         s = s.div_(inputs.softcap).tanh_().mul_(inputs.softcap)
-    return s if inputs.bias is None else s + inputs.bias.double()
+    return s if (added := inputs.added) is None else s + added.double()
 
 
 def slope(inputs: AttentionInputs, s: Tensor) -> Tensor:
     """Return the derivative of softly capped scores by the uncapped ones: 1 - (s / c)^2, s without its bias."""
-    capped = s if inputs.bias is None else s - inputs.bias.double()
+    capped = s if (added := inputs.added) is None else s - added.double()
     return 1.0 - (capped / inputs.softcap).square()
 
 

@@ -24,7 +24,7 @@ from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.external.call import Call, Placed, broken
 from tiebreak.kernels.external.isolation import CLOCK, kept_state
 from tiebreak.kernels.external.options import AUTOGRAD, NO_BACKWARD, Convention, KernelOptions
-from tiebreak.kernels.features import OBLONG_CAUSAL, OWN_SCALE, PAGES, PLACED
+from tiebreak.kernels.features import ALIBI, OBLONG_CAUSAL, OWN_SCALE, PAGES, PLACED, WINDOW
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Blame, CannotRunError, in_one_line
 from tiebreak.kernels.triton.loading import Tuning, is_interpreting
@@ -88,8 +88,8 @@ class Caller:
             return f"its {word} counts the first keys, and others are seen"
         if word is None or convention.mask is not None:
             return None
-        if (inputs.causal and not inputs.own_ends) or inputs.window != (None, None):
-            return f"its {word} ends a sequence, and so moves a causal mask or a window"
+        if (inputs.causal and not inputs.own_ends) or not {ALIBI, WINDOW}.isdisjoint(inputs.required_features()):
+            return f"its {word} ends a sequence, and so moves a causal mask, a window or a distance"
         # With a table of pages it may count keys in pages only.
         of_pages = PAGES in convention.values.values()
         return f"its {word} counts keys in pages" if of_pages and not paged else None

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tiebreak.backends.interpreter.assumptions import CARDS
 from tiebreak.backends.interpreter.session import interpreting
+from tiebreak.backends.ptx import CARDS as SHARED
 from tiebreak.backends.ptx import session
-from tiebreak.backends.ptx.backend import CARDS as SHARED
 from tiebreak.backends.ptx.execution import Program
 from tiebreak.backends.ptx.memory import SharedMemoryError
 from tiebreak.backends.ptx.session import executing
