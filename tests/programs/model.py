@@ -234,8 +234,8 @@ def _biases(
         except Exception as error:  # the kernel is not ours: whatever it raises
             refused[name] = first_line(error) if isinstance(error, CannotRunError) else raised(error, kernel)
             continue
-        error = signed_error_ulps(o, ref.o, inputs.formats.output).masked_fill(cancelled, torch.nan)
-        biases[name] = error.flatten(2).nanmean(2)
+        ulps = signed_error_ulps(o, ref.o, inputs.formats.output).masked_fill(cancelled, torch.nan)
+        biases[name] = ulps.flatten(2).nanmean(2)
     return biases
 
 
