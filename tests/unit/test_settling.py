@@ -178,7 +178,7 @@ def test_what_it_raises_leaves_its_plan_unknown(tmp_path: Path) -> None:
     ("name", "what"),
     [
         ("nan_if_large", "NaN or Inf"),
-        ("zeros_if_large", "zeros"),
+        ("zeros_if_large", "0 throughout"),
         ("raises_if_large", "raised ValueError: too large"),
         ("flat_if_large", "shape"),
     ],

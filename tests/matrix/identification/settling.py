@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tiebreak.cases.errors import signed_error_ulps
 from tiebreak.cases.scripted import SCRIPTED
-from tiebreak.kernels.formats import Format, Formats
+from tiebreak.kernels.formats import FP8_E4M3, Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Declaration, first_line, is_random
 from tiebreak.kernels.reference import reference
@@ -130,14 +130,16 @@ def _settle(probed: ProbedKernel, seed: int) -> Settled:
 def _wrong(probed: ProbedKernel, followed: str | None) -> str:
     """Return what is wrong with an O on a designed input, which no cell judges; empty: nothing.
 
-    It is NaN or Inf, or no nearer to the reference than zeros are, and the plan that the kernel follows has other bits.
+    It is NaN or Inf, or 0 throughout though weights are not too small for a P in 8 bits, and the plan that the kernel
+    follows has other bits.
     """
     plan = None if followed is None else on_device(probed.backend)[followed]
     for answer in probed.answers.values():
         if plan is None or answer.missed(plan) > DESIGNED_MISSED:
-            exact = reference(answer.inputs).o
-            if not (answer.o - exact).square().sum() < exact.square().sum():  # NaN is not
-                what = "no nearer to the reference than zeros are" if answer.o.isfinite().all() else "NaN or Inf"
+            least = FP8_E4M3.smallest_subnormal * answer.inputs.v.abs().max()
+            zeros = not answer.o.any() and bool(reference(answer.inputs).o.abs().max() > least)
+            if zeros or not answer.o.isfinite().all():
+                what = "0 throughout" if zeros else "NaN or Inf"
                 return f"asked for its plan by the input {answer.name}, its O is {what}"
     return ""
 
