@@ -112,14 +112,30 @@ def _settle(probed: ProbedKernel, seed: int) -> Settled:
         if probed.backend.poisoned():
             raise
         followed, basis = None, f"nothing: {first_line(error)}"
+    wrong = _wrong(probed, followed)
     if followed is not None:
-        return Settled(basis, followed, backward=_backward(probed, followed, seed))
+        return Settled(basis, followed, backward=_backward(probed, followed, seed), wrong=wrong)
     try:
-        return Settled(basis, candidates=on_normal_numbers(probed, seed))
+        return Settled(basis, candidates=on_normal_numbers(probed, seed), wrong=wrong)
     except Exception:  # its cells say what it was
         if probed.backend.poisoned():
             raise
-        return Settled(basis)
+        return Settled(basis, wrong=wrong)
+
+
+def _wrong(probed: ProbedKernel, followed: str | None) -> str:
+    """Return what is wrong with an O on a designed input, which no cell judges; empty: nothing.
+
+    It is NaN or Inf, or no nearer to the reference than zeros are, and the plan that the kernel follows has other bits.
+    """
+    plan = None if followed is None else on_device(probed.backend)[followed]
+    for answer in probed.answers.values():
+        if plan is None or answer.missed(plan) > DESIGNED_MISSED:
+            exact = reference(answer.inputs).o
+            if not (answer.o - exact).square().sum() < exact.square().sum():  # NaN is not
+                what = "no nearer to the reference than zeros are" if answer.o.isfinite().all() else "NaN or Inf"
+                return f"asked for its plan by the input {answer.name}, its O is {what}"
+    return ""
 
 
 def designed_answers(probed: ProbedKernel, tell: Callable[[str], None] = lambda line: None) -> Sequence[DesignedOutput]:
