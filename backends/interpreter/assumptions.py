@@ -92,10 +92,10 @@ EXACT = Assumptions("exact")
 # and which is at most 2 ulp off, as is a product with the reciprocal. B200 PTX contracts nothing, AMD's assembler only
 # some of the arguments of exponentials: no contraction is assumed there.
 _CONTRACTING = frozenset({"sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_120"})
-# As the backend ptx finds it, with mma.sync's layout: Triton adds up a lane's columns in turn, from 3.8 on as a tree.
-# For sm_120 the tree adds pairs to pairs, with add.f32x2.
+# As the backend ptx finds it, with the layout of mma.sync and wgmma: Triton adds up a lane's columns in turn, from 3.8
+# on as a tree. For sm_120 the tree adds pairs to pairs, with add.f32x2.
 _IN_TURN = Version(installed() or "3.8") < Version("3.8")
-_PAIRS = dict.fromkeys(("sm_80", "sm_86", "sm_89"), (2, 1) if _IN_TURN else (2, 1, 0, 3))
+_PAIRS = dict.fromkeys(("sm_80", "sm_86", "sm_89", "sm_90"), (2, 1) if _IN_TURN else (2, 1, 0, 3))
 _PAIRS["sm_120"] = (2, 1) if _IN_TURN else (2, 1, 3, 0)
 
 

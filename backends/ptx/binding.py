@@ -1,24 +1,20 @@
-"""Instructions as functions of threads: where operands come from, what memory and other threads take part with."""
+"""Instructions as functions of threads: what memory and other threads take part with."""
 
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from tiebreak.backends.interpreter.numbers import Array
 from tiebreak.backends.ptx.memory import WARP
+from tiebreak.backends.ptx.operands import Run, names_of, place_of, reader, typed, writer
 from tiebreak.backends.ptx.operations import OPERATIONS, TYPES
-from tiebreak.backends.ptx.parsing import Address, Instruction, Operand
-from tiebreak.backends.ptx.products import load_matrices, product_of
+from tiebreak.backends.ptx.parsing import Address, Instruction
+from tiebreak.backends.ptx.products import load_matrices, matrix_rows, product_of
 from tiebreak.backends.ptx.threads import Threads
-from tiebreak.kernels.kernel import CannotRunError
+from tiebreak.backends.ptx.warpgroups import BINDERS as OF_WARPGROUPS
 
-Run = Callable[[Threads, Array], None]  # what the threads of a mask, bool (blocks, threads), do
 _Match = re.Match[str]
-_Read = Callable[[Threads], Array]
-_SHARED = "global_smem"  # Triton's name of it
-_SPECIAL = re.compile(r"%(?:tid\.x|n?ctaid\.[xyz]|laneid)")
 _ALL_LANES = {"-1", "0xffffffff"}
 _LANE = np.arange(WARP)
 _SOURCES: Mapping[str, Callable[[Array], Array]] = {  # lanes that a shuffle takes from; beyond the warp's end its own
@@ -49,8 +45,8 @@ def _independent(run: Sequence[Instruction], at: Instruction) -> bool:
     """Return whether an instruction is a product of the same kind as some others and needs no sum of theirs."""
     if at.opcode != run[0].opcode or not at.opcode.startswith("mma.") or at.guard or run[0].guard:
         return False
-    sums = {name for earlier in run for name in _names(earlier.operands[0])}
-    return not any(sums.intersection(_names(operand)) for operand in at.operands[1:])
+    sums = {name for earlier in run for name in names_of(earlier.operands[0])}
+    return not any(sums.intersection(names_of(operand)) for operand in at.operands[1:])
 
 
 def _effect(run: Sequence[Instruction], card: str) -> Run | None:
@@ -71,67 +67,18 @@ def _nothing(_: Threads, __: Array) -> None:
     """Do nothing."""
 
 
-# Operands.
-
-
-def _reader(operand: Operand, kind: str, at: Instruction) -> _Read:
-    """Return a function that reads an operand as numbers of a type; x2 gives (blocks, threads, 2)."""
-    dtype, name = TYPES[kind.removesuffix("x2")], str(operand)
-    size = dtype.itemsize * (2 if kind.endswith("x2") else 1)
-    if name in at.types or _SPECIAL.fullmatch(name):
-        return lambda threads: _typed(threads.get(name), dtype, size)
-    try:  # a number, of fp32 and fp64 its bits; shared memory begins at 0
-        bits = 0 if name == _SHARED else int(re.sub("^0[fFdD]", "0x", name).rstrip("U"), 0)
-    except ValueError as error:
-        raise CannotRunError(f"{at} names {name}, which is not known here") from error
-    constant = np.array([[bits % 2 ** (8 * size)]], f"u{size}")
-    return lambda _: _typed(constant != 0 if kind == "pred" else constant, dtype, size)
-
-
-def _typed(x: Array, dtype: np.dtype[Any], size: int) -> Array:
-    if x.dtype == dtype:
-        return x
-    x = x if x.itemsize == size else x.astype(f"u{size}")
-    return x.view(dtype) if dtype.itemsize == size else x[..., None].view(dtype)
-
-
-def _writer(operand: Operand, at: Instruction) -> Callable[[Threads, int, Array, Array], None]:
-    """Return a function that writes one of an operand's registers, by its number; one called _ is discarded."""
-    names = _names(operand)
-    if any(name not in at.types and name != "_" for name in names):
-        raise at.refused()
-    sizes = [TYPES[at.types[name]].itemsize if name != "_" else 0 for name in names]
-
-    def write(threads: Threads, number: int, value: Array, mask: Array) -> None:
-        if sizes[number]:
-            threads.put(names[number], sizes[number], value, mask)
-
-    return write
-
-
-def _names(operand: Operand) -> tuple[str, ...]:
-    return operand if isinstance(operand, tuple) else (str(operand),)
-
-
-def _place(operand: Operand, at: Instruction) -> _Read:
-    """Return a function that reads an address, int64, of every thread."""
-    assert isinstance(operand, Address)
-    base, offset = _reader(operand.base, "s64", at), operand.offset
-    return lambda threads: threads.full(base(threads) + offset)
-
-
 def _calculation(at: Instruction) -> Run:
-    operation, write = OPERATIONS[at.opcode], _writer(at.operands[0], at)
+    operation, write = OPERATIONS[at.opcode], writer(at.operands[0], at)
     kinds = operation.sources + operation.sources[-1:] * len(at.operands)
-    reads = [_reader(operand, kind, at) for operand, kind in zip(at.operands[1:], kinds, strict=False)]
+    reads = [reader(operand, kind, at) for operand, kind in zip(at.operands[1:], kinds, strict=False)]
     return lambda threads, mask: write(threads, 0, operation.compute(*(read(threads) for read in reads)), mask)
 
 
 def _move(at: Instruction, match: _Match) -> Run:
     """Bind `mov`, also from several registers to one and back, the lowest first."""
-    write, (target, source), size = _writer(at.operands[0], at), at.operands, int(match[1]) // 8
-    each = size // max(len(_names(target)), len(_names(source)))
-    reads = [_reader(part, f"u{8 * (each if isinstance(source, tuple) else size)}", at) for part in _names(source)]
+    write, (target, source), size = writer(at.operands[0], at), at.operands, int(match[1]) // 8
+    each = size // max(len(names_of(target)), len(names_of(source)))
+    reads = [reader(part, f"u{8 * (each if isinstance(source, tuple) else size)}", at) for part in names_of(source)]
 
     def move(threads: Threads, mask: Array) -> None:
         whole = np.stack(np.broadcast_arrays(*(read(threads) for read in reads)), -1)
@@ -149,9 +96,9 @@ def _access(at: Instruction, match: _Match) -> Run:
     """Bind `ld` and `st`, of adjacent numbers too."""
     loads, shared, dtype = match[1] == "ld", match[2] == "shared", TYPES[match[3]]
     memory, values = at.operands[1::-1] if loads else at.operands[:2]
-    place, count, unsigned = _place(memory, at), len(_names(values)), np.dtype(f"u{dtype.itemsize}")
-    write = _writer(values, at) if loads else None
-    reads = [] if loads else [_reader(name, f"u{8 * dtype.itemsize}", at) for name in _names(values)]
+    place, count, unsigned = place_of(memory, at), len(names_of(values)), np.dtype(f"u{dtype.itemsize}")
+    write = writer(values, at) if loads else None
+    reads = [] if loads else [reader(name, f"u{8 * dtype.itemsize}", at) for name in names_of(values)]
 
     def access(threads: Threads, mask: Array) -> None:
         first, shown, space = place(threads), threads.full(mask), threads.shared if shared else threads.memory
@@ -166,16 +113,16 @@ def _access(at: Instruction, match: _Match) -> Run:
 
 
 def _parameter(at: Instruction, match: _Match) -> Run:
-    write, address, dtype = _writer(at.operands[0], at), at.operands[1], TYPES[match[1]]
+    write, address, dtype = writer(at.operands[0], at), at.operands[1], TYPES[match[1]]
     if not isinstance(address, Address) or address.offset:
         raise at.refused()
-    return lambda threads, mask: write(threads, 0, _typed(threads.get(address.base), dtype, dtype.itemsize), mask)
+    return lambda threads, mask: write(threads, 0, typed(threads.get(address.base), dtype, dtype.itemsize), mask)
 
 
 def _copy(at: Instruction, _: _Match) -> Run:
     """Bind `cp.async`: a number of bytes, or zeros where the fourth operand is 0."""
-    to, source, size = _place(at.operands[0], at), _place(at.operands[1], at), int(str(at.operands[2]), 0)
-    filled = _reader(at.operands[3] if len(at.operands) > 3 else str(size), "u32", at)
+    to, source, size = place_of(at.operands[0], at), place_of(at.operands[1], at), int(str(at.operands[2]), 0)
+    filled = reader(at.operands[3] if len(at.operands) > 3 else str(size), "u32", at)
 
     def copy(threads: Threads, mask: Array) -> None:
         count, shown, first, target = threads.full(filled(threads)), threads.full(mask), source(threads), to(threads)
@@ -216,7 +163,7 @@ def _shuffle(at: Instruction, match: _Match) -> Run:
     _, value, by, clamp, members = at.operands
     if clamp != ("0" if match[1] == "up" else "31") or members not in _ALL_LANES:
         raise at.refused()
-    reads, write = (_reader(value, "u32", at), _reader(by, "u32", at)), _writer(at.operands[0], at)
+    reads, write = (reader(value, "u32", at), reader(by, "u32", at)), writer(at.operands[0], at)
 
     def shuffle(threads: Threads, mask: Array) -> None:
         threads.together(mask, WARP, at)
@@ -228,7 +175,7 @@ def _shuffle(at: Instruction, match: _Match) -> Run:
 
 
 def _matrices(at: Instruction, match: _Match) -> Run:
-    count, write, place = int(match[1]), _writer(at.operands[0], at), _place(at.operands[1], at)
+    count, write, place = int(match[1]), writer(at.operands[0], at), place_of(at.operands[1], at)
 
     def load(threads: Threads, mask: Array) -> None:
         threads.together(mask, WARP, at)
@@ -240,11 +187,25 @@ def _matrices(at: Instruction, match: _Match) -> Run:
     return load
 
 
+def _stored_matrices(at: Instruction, match: _Match) -> Run:
+    count, place = int(match[1]), place_of(at.operands[0], at)
+    reads = [reader(name, "u32", at) for name in names_of(at.operands[1])]
+
+    def store(threads: Threads, mask: Array) -> None:
+        threads.together(mask, WARP, at)
+        naming, first = threads.full(mask & (threads.get("%laneid") < 8 * count)), place(threads)
+        rows = matrix_rows([threads.full(read(threads)) for read in reads], transposed=bool(match[2]))
+        for word in range(4):
+            threads.shared.write(first + 4 * word, naming, rows[word], at)
+
+    return store
+
+
 def _products(run: Sequence[Instruction], card: str) -> Run:
     """Bind some `mma.sync` of one kind."""
-    product, writes = product_of(run[0], card), [_writer(at.operands[0], at) for at in run]
+    product, writes = product_of(run[0], card), [writer(at.operands[0], at) for at in run]
     # Of A, B and C: every instruction's registers.
-    reads = [[[_reader(name, "u32", at) for name in _names(at.operands[of])] for at in run] for of in (1, 2, 3)]
+    reads = [[[reader(name, "u32", at) for name in names_of(at.operands[of])] for at in run] for of in (1, 2, 3)]
 
     def multiply(threads: Threads, mask: Array) -> None:
         threads.together(mask, WARP, run[0])
@@ -267,4 +228,6 @@ _BINDERS: Mapping[str, Callable[[Instruction, _Match], Run]] = {
     r"bar\.(warp\.)?sync": _barrier,
     r"shfl\.sync\.(bfly|idx|up|down)\.b32": _shuffle,
     r"ldmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16": _matrices,
+    r"stmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16": _stored_matrices,
+    **OF_WARPGROUPS,
 }

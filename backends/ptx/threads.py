@@ -7,7 +7,7 @@ import numpy as np
 
 from tiebreak.backends.interpreter.memory import KernelMemory
 from tiebreak.backends.interpreter.numbers import Array
-from tiebreak.backends.ptx.memory import WARP, Global, Shared
+from tiebreak.backends.ptx.memory import WARP, Global, Shared, SharedMemoryError
 from tiebreak.backends.ptx.parsing import Instruction
 from tiebreak.kernels.kernel import CannotRunError
 
@@ -34,6 +34,13 @@ class Threads:
         self.everyone = np.ones(self.shape, bool)
         self.shared = Shared(*self.shape, launch.shared, granule)
         self.memory = Global(launch.memory)
+        self._fenced = False  # whether a wgmma.fence was executed
+        self._unfenced: set[str] = set()  # registers that were written since
+        # By register the group of products, of each block, that brings it or reads it; 0: none.
+        self._brought: dict[str, Array] = {}
+        self._taken: dict[str, Array] = {}
+        self._active = self.everyone
+        self.instruction = Instruction(0, "", False, "", (), {})  # that is executed
         thread = np.arange(launch.threads, dtype=np.uint32)[None]
         # Special Registers.
         self._registers: dict[str, Array] = {"%tid.x": thread, "%laneid": thread % WARP}
@@ -42,7 +49,8 @@ class Threads:
             self._registers[f"%nctaid.{axis}"] = np.full((1, 1), size, np.uint32)
 
     def guarded(self, active: Array, at: Instruction) -> Array:
-        """Return which of these threads execute an instruction."""
+        """Return which of these threads execute an instruction, the next one."""
+        self._active, self.instruction = active, at
         if not at.guard:
             return active
         predicate = self._registers[at.guard] ^ at.negated
@@ -50,10 +58,16 @@ class Threads:
 
     def get(self, name: str) -> Array:
         """Return a register, as unsigned integers or bool; 0 if it was never written."""
+        if name in self._brought:
+            self._refuse(self._brought[name], f"reads {name}, which a product is bringing")
         return self._registers.get(name, _NOTHING)
 
     def put(self, name: str, size: int, value: Array, mask: Array) -> None:
         """Write a register of `size` bytes: a narrower signed number is sign-extended."""
+        for flying, what in ((self._brought, "is bringing"), (self._taken, "is reading")):
+            if name in flying:
+                self._refuse(flying[name], f"writes {name}, which a product {what}")
+        self._unfenced.add(name)
         if value.ndim > 2:  # two in a register
             value = np.ascontiguousarray(value).view(f"u{2 * value.itemsize}")[..., 0]
         if value.dtype != bool:
@@ -62,6 +76,45 @@ class Threads:
         if mask is not self.everyone:
             value = np.where(mask, value, self._registers.get(name, value.dtype.type(0)))
         self._registers[name] = value
+
+    def _refuse(self, group: Array, what: str) -> None:
+        if ((group > 0) & self._active).any():
+            raise SharedMemoryError(f"{self.instruction} {what}: no wgmma.wait_group lies between")
+
+    def sums(self, names: Sequence[str]) -> list[Array]:
+        """Return registers that a product adds to: those that an earlier one brings, too."""
+        return [self._registers.get(name, _NOTHING.astype(np.uint32)) for name in names]
+
+    def bring(self, names: Sequence[str], values: Array, mask: Array, operands: Sequence[str]) -> None:
+        """Write registers, uint32, that are there when somebody has waited for the products asked for by now.
+
+        They are read from `operands`, registers too.
+        """
+        written = sorted(self._unfenced.intersection([*names, *operands])) if self._fenced else names
+        if written:
+            raise SharedMemoryError(f"{self.instruction} takes {written[0]} and no wgmma.fence lies between")
+        group = np.where(self.full(mask).any(1, keepdims=True), self.shared.products + 1, 0)
+        for name, value in zip(names, values, strict=True):
+            earlier = self._brought.pop(name, 0)
+            self.put(name, 4, value, mask)
+            self._brought[name] = np.maximum(group, earlier)
+        for name in operands:
+            self._taken[name] = np.maximum(group, self._taken.get(name, 0))
+        self._unfenced.difference_update(names)
+
+    def fence(self) -> None:
+        """Let products take registers as they are."""
+        self._fenced = True
+        self._unfenced.clear()
+
+    def wait(self, blocks: Array, most: int) -> None:
+        """Complete groups of products until at most `most` are at work."""
+        for flying in (self._brought, self._taken):
+            for name, group in list(flying.items()):
+                flying[name] = np.where(blocks & (group <= self.shared.products - most), 0, group)
+                if not flying[name].any():
+                    del flying[name]
+        self.shared.wait_for_products(blocks, most)
 
     def full(self, x: Array) -> Array:
         """Return an array with all its blocks and threads."""

@@ -263,6 +263,7 @@ class Settled(msgspec.Struct, frozen=True):
     candidates: tuple[str, ...] = ()  # where it follows none: what normal numbers hold it to
     #: Where it follows one: the backward pass that its gradients come from, and how many of the three have its bits.
     backward: tuple[str, int] | None = None
+    wrong: str = ""  # what is wrong with an O that it was asked for and that no cell judges; empty: nothing
 
 
 @dataclass(frozen=True)

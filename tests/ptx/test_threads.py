@@ -104,7 +104,7 @@ def test_memory_that_was_not_given_is_not_touched(executed: Executed) -> None:
         ("lop3.b32 %r2, %r0, %r1, %r1, 150;", r"the PTX instruction lop3\.b32 is not executed here"),
         ("add.sat.s32 %r2, %r0, %r1;", r"instruction add\.sat\.s32"),
         ("add.rz.f32 %r2, %r0, %r1;", r"instruction add\.rz\.f32"),
-        ("wgmma.fence.sync.aligned;", r"instruction wgmma\.fence\.sync\.aligned"),
+        ("tcgen05.wait::ld.sync.aligned;", r"instruction tcgen05\.wait::ld\.sync\.aligned"),
         ("mov.u32 %r2, %clock;", r"names %clock, which is not known here"),
         ("mov.u32 %r2, elsewhere;", r"mov\.u32 \(line \d+ .*\) names elsewhere"),
         ("shfl.sync.bfly.b32 %r2, %r0, 1, 7199, -1;", r"instruction shfl\.sync\.bfly\.b32"),

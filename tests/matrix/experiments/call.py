@@ -3,13 +3,13 @@
 import hashlib
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from time import process_time
 from typing import Any, ClassVar
 
 import torch
 
-from tiebreak.backends.probes import plan_changes
 from tiebreak.backends.registry import target_of
 from tiebreak.cases.bounds import UNDECLARED
 from tiebreak.cases.case import JOINED, Case
@@ -24,9 +24,9 @@ from tiebreak.kernels.features import HIDDEN_NAN, SCRIPTABLE
 from tiebreak.kernels.flash import BLOCK
 from tiebreak.kernels.formats import Format, Formats
 from tiebreak.kernels.inputs import AttentionOutput
-from tiebreak.kernels.kernel import Declaration, Kernel, delta_alone, tilings
+from tiebreak.kernels.kernel import Declaration, Kernel, NotAskedError, delta_alone, tilings
 from tiebreak.kernels.roster import roster_labels
-from tiebreak.matrix.checks import ACCURACY, GRADIENTS, checks, looks
+from tiebreak.matrix.checks import ACCURACY, CONTRACT, GRADIENTS, checks, contract_broken, looks
 from tiebreak.matrix.experiment import Cell, Experiment, Kind, SelectionContext, time_limit
 from tiebreak.matrix.measures import CALL_MEASURES, values_of
 from tiebreak.matrix.off import gradient_off, o_off
@@ -151,6 +151,7 @@ class OneCall(Experiment):
             in_training=in_training,
             claims=tuple(_claims(sample)),
             prediction=_prediction(sample),
+            answers={CONTRACT: contract_broken(plan.wrong)} if plan.wrong else {},
             backward_error=sample.outputs[0].backward_error,
             backward_raised=sample.outputs[0].backward_raised,
             held_to=sample.held_to,
@@ -175,18 +176,19 @@ def _until_settled(cell: Cell, bench: CaseBench, plan: Settled) -> Sample:
     output = _output(cell, bench, 0)
     declaration = _in_its_tiles(cell, bench, output)
     sample = Sample(cell, bench, declaration, _claim(cell, bench, declaration))
-    for look in range(LOOKS):
-        for index in batches_of(look):
-            if bench.has_batch(index):
-                output = _output(cell, bench, index) if index else output
-                sample = sample.with_batch(output, _errors(cell, bench, index, output, declaration))
-        if not look:
-            sample = _held_to_a_plan(sample, plan)
-        exhausted = not bench.has_batch(len(sample.outputs))
-        out_of_time = limit is not None and _NEXT_LOOK * (process_time() - began) > limit
-        sample = replace(sample, exhausted=exhausted, out_of_time=out_of_time and not exhausted)
-        if exhausted or out_of_time or (sample.is_settled and _is_settled(ACCURACY, sample)):
-            break
+    with suppress(NotAskedError):  # of more heads
+        for look in range(LOOKS):
+            for index in batches_of(look):
+                if bench.has_batch(index):
+                    output = _output(cell, bench, index) if index else output
+                    sample = sample.with_batch(output, _errors(cell, bench, index, output, declaration))
+            if not look:
+                sample = _held_to_a_plan(sample, plan)
+            exhausted = not bench.has_batch(len(sample.outputs))
+            out_of_time = limit is not None and _NEXT_LOOK * (process_time() - began) > limit
+            sample = replace(sample, exhausted=exhausted, out_of_time=out_of_time and not exhausted)
+            if exhausted or out_of_time or (sample.is_settled and _is_settled(ACCURACY, sample)):
+                break
     return sample
 
 
@@ -263,17 +265,18 @@ def _with_gradients(sample: Sample, plan: Settled) -> tuple[Sample, BackwardPass
     backward = resolver().backward(sample, held_to, plan) if cell.kernel.external else None
     if backward is not None:
         sample = backward.added_to(sample, first.gradients, first.o, bench.batch(0))
-    for look in range(1, LOOKS):
-        if sample.out_of_time or not bench.has_batch(batches_of(look).start) or _is_settled(GRADIENTS, sample):
-            break
-        for batch in (bench.batch(index) for index in batches_of(look) if bench.has_batch(index)):
-            output = cell.backend.run(cell.kernel, batch.inputs, gradients=True)
-            if output.gradients is None:
-                continue
-            more = (*sample.more_gradients, OnTheWhole.of(output.gradients, batch))
-            sample = replace(sample, more_gradients=more)
-            if backward is not None:
-                sample = backward.added_to(sample, output.gradients, output.o, batch)
+    with suppress(NotAskedError):
+        for look in range(1, LOOKS):
+            if sample.out_of_time or not bench.has_batch(batches_of(look).start) or _is_settled(GRADIENTS, sample):
+                break
+            for batch in (bench.batch(index) for index in batches_of(look) if bench.has_batch(index)):
+                output = cell.backend.run(cell.kernel, batch.inputs, gradients=True)
+                if output.gradients is None:
+                    continue
+                more = (*sample.more_gradients, OnTheWhole.of(output.gradients, batch))
+                sample = replace(sample, more_gradients=more)
+                if backward is not None:
+                    sample = backward.added_to(sample, output.gradients, output.o, batch)
     return sample, backward
 
 
@@ -305,7 +308,7 @@ def _evidence(sample: Sample, backward: BackwardPasses | None) -> dict[str, Any]
     evidence |= {} if backward is None else {"backward": backward.bits}
     evidence |= {"assumed": assumed} if assumed else {}
     if isinstance(kernel := sample.cell.kernel, UserKernel) and (names := kernel.caller.convention.never_given):
-        evidence["not given"] = ", ".join(names)
+        evidence["not given"] = ", ".join(names) + " (dropout is not judged)" * ("dropout" in " ".join(names))
     heads = heads_to_tell(sample.errors.bias, sample.heads)
     if sample.verdict is BiasVerdict.UNDECIDED and heads < MOST_HEADS:
         evidence["heads_to_tell"] = heads
@@ -330,7 +333,7 @@ def _prediction(sample: Sample) -> Claimed | None:
         return None
     label, backend = sample.declaration.label, sample.cell.backend
     values_of = f"{bias_text(sample.errors)} measured, {bias_text(sample.prediction)} emulated"
-    products = plan_changes(backend.arithmetic, backend.device) if sample.prediction_passed is False else ()
+    products = backend.plan_changes() if sample.prediction_passed is False else ()
     if products:
         plan = ",".join([label, *products])
         if predicted(difference(sample.errors, sample.emulated(parse_declaration(plan)))):
