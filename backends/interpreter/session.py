@@ -135,7 +135,9 @@ class _Session:
         self._builder.set_grid_dim(*sizes)
         places = np.array(list(np.ndindex(*sizes)), np.int32).reshape(-1, 3)
         memory = KernelMemory(function.fn.__name__, tuple(arguments_of(arguments)))
-        self._builder.begin(memory, places, contracts=contracts)
+        warps = options.get("num_warps") or 4  # Triton's default
+        assert isinstance(warps, int)
+        self._builder.begin(memory, places, contracts=contracts, warps=warps)
 
         given = [leaf for leaf in leaves(converted) if isinstance(leaf, upstream.TensorHandle)]
         try:
