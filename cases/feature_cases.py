@@ -38,6 +38,7 @@ from tiebreak.kernels.features import (
     ALIBI,
     BIAS,
     BLOCK_MASK,
+    CAPPED_BIAS,
     CAUSAL,
     DESCALE,
     FEATURES,
@@ -291,6 +292,7 @@ VARIED: Mapping[Feature, Callable[[AttentionInputs, Draw], AttentionInputs]] = {
     ALIBI: lambda inputs, draw: replace(inputs, alibi=slopes(draw, inputs.q.shape[1])),
     # Large enough to show in scores of about 1, and more in their gradients.
     SOFTCAP: lambda inputs, draw: replace(inputs, softcap=2.0 / (1 + draw.batch % 2)),
+    CAPPED_BIAS: lambda inputs, _: replace(inputs, capped_bias=True),
     # A logit of every head's own, about as large as a row's log-sum-exp.
     SINK: lambda inputs, draw: replace(inputs, sink=(4.0 + 2.0 * draw.normal(inputs.q.shape[1])).bfloat16().float()),
     PAGES: _other_pages,
@@ -301,7 +303,7 @@ _TRAINED = (
     *("lengths", "window", "block_mask", "bias", "softcap", "sink", "window.sink", "window.softcap", "window.lengths"),
     *("window.gqa", "window.bias", "sink.softcap", "sink.lengths", "sink.gqa", "softcap.lengths", "softcap.bias"),
     *("softcap.gqa", "lengths.gqa", "lengths.value_dim", "bias.padding", "bias.gqa", "block_mask.gqa"),
-    *("alibi", "alibi.lengths", "alibi.gqa"),
+    *("alibi", "alibi.lengths", "alibi.gqa", "softcap.bias.capped_bias"),
 )
 _CACHED = (
     *("pages", "pages.padding", "pages.padding.hidden_nan", "pages.gqa", "pages.softcap", "pages.sink", "pages.window"),

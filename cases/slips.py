@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.kernels.inputs import AttentionInputs
-from tiebreak.kernels.reference import Reference, log_sum_exp, products, reference_gradients, scores
+from tiebreak.kernels.reference import Reference, log_sum_exp, reference_gradients, scores
 
 _TILES = (16, 32, 64, 128)  # numbers of keys that kernels work in
 
@@ -39,10 +39,9 @@ def slips(inputs: AttentionInputs) -> Iterator[Slip]:
         yield Slip("scores are capped before they are scaled", replace(inputs, softcap=cap * inputs.scale))
         yield Slip("the tanh is of scores that are not divided by the cap", _rescaled(inputs, cap))
         yield Slip("the soft cap is not applied", replace(inputs, softcap=0.0))
-        if inputs.added is not None:  # as ONNX has it: c tanh((s + b) / c) = c tanh(s / c) + b', of another bias b'
-            s = products(inputs)
-            both = cap * ((s + inputs.added.double()) / cap).tanh() - cap * (s / cap).tanh()
-            yield Slip("the bias is added before the soft cap", _biased(inputs, both.float()))
+        if inputs.added is not None:
+            order = "after" if inputs.capped_bias else "before"
+            yield Slip(f"the bias is added {order} the soft cap", replace(inputs, capped_bias=not inputs.capped_bias))
     yield from _of_biases(inputs)
     yield from _of_masks(inputs)
     yield from _of_keys(inputs)

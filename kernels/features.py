@@ -34,6 +34,7 @@ SOFTCAP = Feature("soft cap", "soft cap of the scores", "softcap", ("softcap", "
 SINK = Feature("sink", "learned sink", "sink", ("sink", "sinks", "s_aux", "learnable_sink"))
 ALIBI = Feature("ALiBi", "slopes of ALiBi", "alibi", ("alibi_slopes",), in_fp32=True)
 OWN_SLOPES = Feature("own slopes", "slopes of ALiBi by sequence", "own_slopes", variant_of="alibi")
+CAPPED_BIAS = Feature("capped bias", "bias under a soft cap", "capped_bias")  # as ONNX has it: c tanh((s + bias) / c)
 BIAS = Feature("bias", "bias of the scores", "bias", ("attn_bias", "bias", "score_bias"))
 LENGTHS = Feature(
     "lengths",
@@ -51,7 +52,7 @@ HIDDEN_NAN = Feature("hidden NaN", "NaN at a key that a mask hides", "hidden_nan
 MIXED_FORMATS = Feature("mixed formats", "operands or output in another format than its inputs")
 FEATURES = (
     *(CAUSAL, GROUPED, OBLONG_CAUSAL, KEY_PADDING, OWN_ENDS, BLIND_ROWS, OWN_SCALE, HIDDEN_NAN, MIXED_FORMATS),
-    *(OWN_SLOPES, VALUE_DIM, WINDOW, SOFTCAP, SINK, BIAS, ALIBI, LENGTHS, BLOCK_MASK, PAGES, DESCALE),
+    *(OWN_SLOPES, CAPPED_BIAS, VALUE_DIM, WINDOW, SOFTCAP, SINK, BIAS, ALIBI, LENGTHS, BLOCK_MASK, PAGES, DESCALE),
 )
 # Features with a value in every call; others have one where inputs need it, or a kernel has no default.
 ALWAYS_GIVEN = frozenset({GROUPED, OWN_SCALE})

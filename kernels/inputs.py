@@ -72,6 +72,7 @@ class AttentionInputs:
     softcap: float = 0.0  # c: scores s become c tanh(s / c); 0: they don't
     sink: Tensor | None = None  # (heads,), a logit a head that takes part in the row's sum alone, with no V
     bias: Tensor | None = None  # finite, added to the scores; broadcastable to (batch, heads, queries, keys), of 4
+    capped_bias: bool = False  # whether the bias is added before the soft cap
     alibi: Tensor | None = None  # (heads,) or (batch, heads), slopes: what scores lose by key apart from a row's own
     lengths: Lengths | None = None  # of sequences packed into a batch of 1: each sees its own keys alone
     block_mask: Tensor | None = None  # bool (batch or 1, heads or 1, blocks of queries, of keys), True where they see
@@ -124,6 +125,7 @@ class AttentionInputs:
             features.VALUE_DIM: self.v.shape[3] != self.q.shape[3],
             features.WINDOW: self.window != (None, None),
             features.SOFTCAP: self.softcap > 0.0,
+            features.CAPPED_BIAS: self.capped_bias and self.softcap > 0.0 and self.added is not None,
             features.OWN_SLOPES: self.alibi is not None and self.alibi.dim() > 1,
             **{feature: getattr(self, field) is not None for feature, field in _FIELDS.items()},
         }

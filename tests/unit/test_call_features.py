@@ -25,6 +25,7 @@ from tiebreak.kernels.features import (
     ALIBI,
     BIAS,
     BLOCK_MASK,
+    CAPPED_BIAS,
     DESCALE,
     FEATURES,
     KEY_PADDING,
@@ -67,6 +68,7 @@ ASKING: Mapping[Feature, Callable[[AttentionInputs], AttentionInputs]] = {
     SINK: _with(sink=_draw(HEADS)),
     OWN_SLOPES: lambda inputs: replace(inputs, alibi=_draw(BATCH, HEADS)[: len(inputs.q)].abs()),
     ALIBI: lambda inputs: inputs if inputs.alibi is not None else replace(inputs, alibi=_draw(HEADS).abs()),
+    CAPPED_BIAS: _with(capped_bias=True, softcap=2.0, bias=_draw(1, HEADS, 1, KEYS)),
     BIAS: _with(bias=_draw(1, HEADS, 1, KEYS)),
     LENGTHS: lambda inputs: replace(inputs.part(slice(1)), lengths=((0, 4, 4, 9), (0, 7, 9, 13))),
     BLOCK_MASK: _with(
@@ -151,10 +153,12 @@ def by_torch(inputs: AttentionInputs) -> tuple[Tensor, tuple[Tensor, ...]]:
         for x, factors in ((k, inputs.k_descale), (v, inputs.v_descale))
     )
     s = torch.einsum("bhid,bhjd->bhij", q, whole_k.repeat_interleave(groups, 1)) * inputs.scale
-    if inputs.softcap:
-        s = inputs.softcap * torch.tanh(s / inputs.softcap)
-    s = s if inputs.bias is None else s + inputs.bias
-    s = s if inputs.alibi is None else s - inputs.alibi.double().expand(*s.shape[:2])[..., None, None] * apart(inputs)
+    bias = torch.zeros(1) if inputs.bias is None else inputs.bias.double()
+    if inputs.alibi is not None:
+        bias = bias - inputs.alibi.double().expand(*s.shape[:2])[..., None, None] * apart(inputs)
+    s = s + bias if inputs.capped_bias else s
+    s = inputs.softcap * torch.tanh(s / inputs.softcap) if inputs.softcap else s
+    s = s if inputs.capped_bias else s + bias
     seen, values = visible(inputs), whole_v.repeat_interleave(groups, 1)
     s = torch.where(seen, s, -1e30)
     if inputs.sink is not None:  # one more key, whose V is 0
@@ -279,6 +283,15 @@ def test_a_kernel_that_needs_pages_is_asked_no_call_without(tmp_path: Path) -> N
     assert kernel.missing_requirement(asking((PAGES,))) is None
 
 
+def test_a_kernel_that_adds_a_bias_before_its_soft_cap_is_asked_no_other_order(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def f(q, k, v, softcap=0.0, bias=None):\n    return q\n")
+    uncapped, capped = asking((SOFTCAP, BIAS)), asking((CAPPED_BIAS,))
+    for flags, refused, taken in (((), capped, uncapped), (("takes=gqa,capped_bias",), uncapped, capped)):
+        kernel = external_kernel(f"{tmp_path / 'mine.py'}:f", flags=flags)
+        assert kernel.refusal(taken) is None
+        assert "soft cap" in str(kernel.refusal(refused))
+
+
 # Attention of all that goes by a value, as its author would write it: pages of K and V in 8 bits, layout bnhd. Packed
 # sequences, each attended to by it; pages without the dimension of a batch.
 VALUES = """
@@ -367,7 +380,7 @@ def test_a_users_kernel_is_given_what_its_signature_names(
     assert (output.gradients is None) == bool({PAGES, DESCALE} & set(features))
     refused = set(ASKING) - kernel.takes
     assert refused, "and what it does not name it is refused"
-    for feature in refused - {VALUE_DIM, OWN_SLOPES}:
+    for feature in refused - {VALUE_DIM, OWN_SLOPES, CAPPED_BIAS}:
         assert kernel.refusal(asking((feature,))) == f"{function} takes no {feature.words}"
 
 

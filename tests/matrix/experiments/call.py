@@ -308,7 +308,7 @@ def _evidence(sample: Sample, backward: BackwardPasses | None) -> dict[str, Any]
     evidence |= {} if backward is None else {"backward": backward.bits}
     evidence |= {"assumed": assumed} if assumed else {}
     if isinstance(kernel := sample.cell.kernel, UserKernel) and (names := kernel.caller.convention.never_given):
-        evidence["not given"] = ", ".join(names)
+        evidence["not given"] = ", ".join(names) + " (dropout is not judged)" * ("dropout" in " ".join(names))
     heads = heads_to_tell(sample.errors.bias, sample.heads)
     if sample.verdict is BiasVerdict.UNDECIDED and heads < MOST_HEADS:
         evidence["heads_to_tell"] = heads
