@@ -69,11 +69,14 @@ class FaithfulBuilder(InterpreterBuilder):
             default_dot_input_precision="ieee" if assumed.backend == "hip" else "tf32",
             max_num_imprecise_acc_default=2**30 if assumed.name == "sm_90" else 0,
         )
-        self.begin(KernelMemory("", ()), np.zeros((1, 3), np.int32), contracts=False, warps=4)
+        self.begin(KernelMemory("", ()), np.zeros((1, 3), np.int32), contracts=False, warps=4, rows=0)
 
-    def begin(self, memory: KernelMemory, places: Array, *, contracts: bool, warps: int) -> None:
-        """Start a launch with its memory; `places` are the programs' ids, `contracts` whether products contract."""
-        self.memory, self._places, self._threads = memory, places, warps * self.assumed.warp
+    def begin(self, memory: KernelMemory, places: Array, *, contracts: bool, warps: int, rows: int) -> None:
+        """Start a launch with its memory; `places` are the programs' ids, `contracts` whether products contract.
+
+        Tiles that lack rows that nobody needs have so many `rows` on a card.
+        """
+        self.memory, self._places, self._threads, self._rows = memory, places, warps * self.assumed.warp, rows
         self.contracts = contracts
         self.take(np.arange(1))
 
@@ -103,6 +106,7 @@ class FaithfulBuilder(InterpreterBuilder):
 
         It is that of each of so many equal parts of a row.
         """
+        rows = max(rows, self._rows)
         if self._multiplied and self.assumed.whole_rows and rows >= 64:
             return (3, 0, 1, 2), max(1, self._threads // rows)
         return self.assumed.pairs if self._multiplied else (), 1
