@@ -248,8 +248,9 @@ def _own_ends(inputs: AttentionInputs, _: Draw) -> AttentionInputs:
 
 
 def slopes(draw: Draw, *shape: int) -> Tensor:
-    """Draw slopes of ALiBi of 8 bits, whose products with a distance are exact; some heads see far."""
-    return (2.0 ** -draw.uniform(1.0, 9.0, *shape)).bfloat16().float()
+    """Draw slopes of ALiBi that no format of 16 bits holds, and whose products with 256 keys are exact."""
+    slope = (2.0 ** -draw.uniform(1.0, 9.0, *shape)).float()
+    return (slope.view(torch.int32) & -(2**8)).view(torch.float32)  # 16 bits: some heads see far
 
 
 def _both_sides(inputs: AttentionInputs, draw: Draw) -> AttentionInputs:

@@ -14,12 +14,14 @@ from tiebreak.cases.captured import CANCELLED
 from tiebreak.cases.verdicts import MARGIN_ULPS
 from tiebreak.kernels.vendor import exact_products
 
+UNLIKE = 0.1  # an O further from softmax(scale q k^T) v than this is that of another function
 ROWS = 16  # of every query head, spread evenly
 _SCORES = 2**22  # of one call that are looked at, at most
 _REPEATED = 1e-3  # another score within this of a row's maximum: the paper's eps
 _HARMFUL_DELTA = 1.5e-3  # delta's relative bias in the paper's failing kernel
 _HARMFUL_LOGIT = 88.0  # from here on exp underflows where a shift doubles the maximum
-_SINK = 0.9  # a P above this has the row nearly to itself: plain flash loses the rest in O-bar's cast
+SINK = 0.9  # a P above this has the row nearly to itself: plain flash loses the rest in O-bar's cast
+FEW = 16  # a row that sees fewer keys has one such P by chance, and with one key always
 _SPREAD = 3.0  # standard errors of a mean over the sampled elements that are taken for noise
 
 
@@ -204,7 +206,8 @@ def _rows(call: AttentionCall, at: slice) -> tuple[_Rows, Tensor]:
     statistics = [
         ((s >= highest - _REPEATED).sum(-1) > 1).float().mean(-1),
         highest.flatten(2).amax(-1),
-        (total < 1 / _SINK).float().flatten(2).mean(-1),  # the largest P is 1 / total
+        # The largest P is 1 / total.
+        ((total[..., 0] < 1 / SINK) & ((s > -torch.inf).sum(-1) >= FEW)).float().mean(-1),
     ]
     o = (p / total) @ v
     fmt = torch.bfloat16 if call.v.dtype == torch.float32 else call.v.dtype

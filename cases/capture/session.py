@@ -14,10 +14,17 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from tiebreak.cases.capture.folder import MB, Folder, Kept
-from tiebreak.cases.capture.interest import Candidate, Findings, candidate, measuring
-from tiebreak.cases.capture.watch import AttentionCall, AttentionModule, CaptureError, ModelWatch, NotHeldError, Place
+from tiebreak.cases.capture.interest import UNLIKE, Candidate, Findings, candidate, measuring
+from tiebreak.cases.capture.watch import (
+    AttentionCall,
+    AttentionModule,
+    CaptureError,
+    ModelWatch,
+    NotHeldError,
+    Place,
+    compiled_module,
+)
 
-_UNLIKE = 0.1  # an O further from softmax(scale q k^T) v than this is that of another function
 _SHOWN = 5  # files in the summary
 #: What a file tells of its most telling layer, and what the summary calls it.
 _COLUMNS = {
@@ -89,10 +96,10 @@ class Capture:
             raise CaptureError(f"start={self.start}: expected a step's number, 0 or more")
 
     def __enter__(self) -> "Capture":
-        for name, module in self.model.named_modules():
-            if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
-                reason = f"{name or 'model'} is compiled, which hides its calls"
-                raise CaptureError(f"{reason}; give capture the model before torch.compile")
+        if (name := compiled_module(self.model)) is not None:
+            raise CaptureError(
+                f"{name} is compiled, which hides its calls; give capture the model before torch.compile"
+            )
         self._watch = ModelWatch(self.model, self.modules, self._seen)
         self._folder = Folder(Path(self.folder), int(self.budget_mb * MB), *_ranks())
         last = self._folder.last_step
@@ -183,7 +190,7 @@ class Capture:
             self.calls["looked at"] += 1
             if not findings.is_finite:
                 self.calls["with NaN or Inf"] += 1
-            elif findings.unlike > _UNLIKE and not part.call.sure:
+            elif findings.unlike > UNLIKE and not part.call.sure:
                 self.calls["whose O is not softmax(scale q k^T) v of their arguments"] += 1
             else:
                 good.append(part)
@@ -218,7 +225,7 @@ class Capture:
         size = f"{folder.bytes / MB:.1f} of {folder.budget / MB:.1f} MB"
         lines.append(f"{len(folder.kept)} files, {size}, in {folder.path}")
         if folder.kept:
-            lines += [*_table(folder.kept), f"next: python -m pytest -n auto tests/matrix --captured {folder.path}"]
+            lines += [*_table(folder.kept), f"next: tiebreak check my.py:attention --captured {folder.path}"]
         return "\n".join(lines)
 
 

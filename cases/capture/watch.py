@@ -289,15 +289,15 @@ class ModelWatch:
             # A traced module is compiled: it can't be watched.
             if not self.looking or torch.compiler.is_compiling() or getattr(self._local, "inside", False):
                 return original(*args, **kwargs)
-            self._local.inside = True
+            self._local.inside = True  # calls within it, or of a kernel that is asked, are not the model's
             try:
                 result = original(*args, **kwargs)
+                out = result[0] if isinstance(result, tuple) else result
+                place = self._place()
+                if place is not None and isinstance(out, Tensor):
+                    self.on_call(place, lambda: call(*args, **kwargs), out, to_heads)
             finally:
                 self._local.inside = False
-            out = result[0] if isinstance(result, tuple) else result
-            place = self._place()
-            if place is not None and isinstance(out, Tensor):
-                self.on_call(place, lambda: call(*args, **kwargs), out, to_heads)
             return result
 
         return attention
@@ -333,6 +333,14 @@ class ModelWatch:
             how = self.named[module]
             to_heads = _heads_first if how.heads_first else _tokens_first
             self.on_call(Place(frame.name, 0), lambda: _module_call(module, how, args, kwargs), out, to_heads)
+
+
+def compiled_module(model: nn.Module) -> str | None:
+    """Return the name of a module that is compiled, which hides its calls; None: none is."""
+    for name, module in model.named_modules():
+        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+            return name or "model"
+    return None
 
 
 def named_modules(model: nn.Module, patterns: Mapping[str, AttentionModule]) -> dict[nn.Module, AttentionModule]:

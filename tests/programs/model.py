@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.backends.backend import CPU, EMULATION, Backend
+from tiebreak.cases.capture.interest import FEW, SINK, UNLIKE
 from tiebreak.cases.capture.watch import AttentionCall, ModelWatch, NotHeldError, Place
 from tiebreak.cases.captured import CANCELLED
 from tiebreak.cases.errors import signed_error_ulps
@@ -18,7 +19,7 @@ from tiebreak.kernels.formats import BF16, Format, Formats
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError, Kernel, first_line
 from tiebreak.kernels.reference import Reference, reference
-from tiebreak.matrix.pairs.through_model import OwnModel, own_model
+from tiebreak.matrix.pairs.through_model import OwnModel, own_model, shown
 from tiebreak.matrix.selection import Selection, matching_backends
 from tiebreak.matrix.trial import raised
 from tiebreak.programs.identify import FORMATS
@@ -31,7 +32,6 @@ from tiebreak.reports.tables.texts import percent
 
 #: Plain flash attention, with the published fix, with sums in fp32 as most kernels have them, and eager attention.
 _PLANS = ("flash@paper", "stabilized@paper", "flash@fused", "standard")
-_SINK = 0.9  # a row that has a P above this has a sink
 _FEWEST = 16  # sequences: with fewer a quantile over all heads has no value that is known well enough
 _LINES = "flash@paper"  # whose most biased head the rows' line is about, where it is among the kernels
 
@@ -57,7 +57,8 @@ class Measured:
     rows: Mapping[str, Tensor]  # shares of rows by what they meet
     largest: float  # score
     bias: Mapping[str, Tensor]  # ulp, by kernel
-    refused: Mapping[str, str]  # kernels that gave no number, and why
+    refused: Mapping[str, str]  # kernels that take no such calls, and why
+    wrong: Mapping[str, str]  # kernels that raised, gave NaN or another function, and where
     unseen: Mapping[str, int] = field(default_factory=dict)  # calls that were not asked, by why
 
     def interval(self, kernel: str, head: int | None = None) -> Interval:
@@ -82,19 +83,21 @@ class Measured:
 
     def lines(self) -> Iterator[str]:
         """Yield the verdict, after its first word, and what it rests on."""
-        yield f"{self.name}: {'; '.join(map(self._verdict, self.bias))}"
+        found = [f"{kernel} {why}" for kernel, why in self.wrong.items()]
+        yield f"{self.name}: {'; '.join([*found, *map(self._verdict, self.bias)]) or 'no kernel takes its calls'}"
         yield f"  calls       {self.calls}"
-        shown = self.worst(_LINES if _LINES in self.bias else next(iter(self.bias)))
         yield f"  rows        {self._shares()}; largest score {self.largest:.3g}"
-        yield f"  most in     {self.heads[shown]}: {self._shares(shown)}"
+        most = self.worst(_LINES if _LINES in self.bias else next(iter(self.bias))) if self.bias else None
+        if most is not None:
+            yield f"  most in     {self.heads[most]}: {self._shares(most)}"
         for name in self.bias:
             at = self.worst(name)
-            bias = f"{_told(self.interval(name, at))} ulp {'there' if at == shown else f'in {self.heads[at]}'}"
+            bias = f"{_told(self.interval(name, at))} ulp {'there' if at == most else f'in {self.heads[at]}'}"
             yield f"  {name:<18}{bias}, {_told(self.interval(name))} over all heads"
         sequences = next(iter(self.rows.values())).shape[0]
         if sequences < _FEWEST:
             yield f"  intervals   none: {_FEWEST} sequences of tokens at least, {sequences} were given"
-        yield from (f"  {name:<18}{why}" for name, why in self.refused.items())
+        yield from (f"  {name:<18}not asked: {why}" for name, why in self.refused.items())
         yield from (f"  not asked   {counted(count, 'call')} with {why}" for why, count in self.unseen.items())
 
     def _verdict(self, kernel: str) -> str:
@@ -110,23 +113,26 @@ class Measured:
 
 
 def _told(interval: Interval) -> str:
+    if math.isnan(interval.mean):
+        return "no number of"  # where all of O has cancelled, or is 0
     return f"{interval.mean:+.4f}" + (f" +- {interval.half_width:.4f}" if math.isfinite(interval.half_width) else "")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the verb `model`: print the verdict on each kernel; with --fair a bias, or one that is not told, fails."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
+    """Run the verb `model`: print what there is to say; a kernel that is no attention fails, with --fair a bias too."""
+    options = _parser().parse_intermixed_args(arguments)
     names = list(dict.fromkeys(options.kernel or _PLANS))
     kernels = {name: _kernel(name, options.backend, options.declare) for name in names}
-    model, fmt = own_model(options.model), FORMATS[options.dtype]
+    model = own_model(options.model, "")
+    fmt = FORMATS[options.dtype] if options.dtype else next(iter(model.formats), BF16)
     measured = measure(model, kernels, fmt, lambda line: terminal.say(f"model: {line}"))
-    known = [measured.verdicts(name)[BiasVerdict.UNBIASED] == len(measured.heads) for name in measured.bias]
-    failed = options.fair and not (known and all(known) and not measured.refused)
+    found = sum((measured.verdicts(name) for name in measured.bias), Counter[BiasVerdict]())
+    told = found[BiasVerdict.UNBIASED] == found.total() and not measured.refused
+    biased = options.fair and found[BiasVerdict.BIASED]
+    word = "FAIL" if measured.wrong or biased else "UNDECIDED" if options.fair and not told else "PASS"
     first, *lines = measured.lines()
-    biased = any(measured.verdicts(name)[BiasVerdict.BIASED] for name in measured.bias)
-    print("\n".join([f"{('FAIL' if biased else 'UNDECIDED') if failed else 'PASS'}: {first}", *lines]))
-    return FAILED if failed else PASSED
+    print("\n".join([f"{word}: {first}", *lines]))
+    return PASSED if word == "PASS" else FAILED
 
 
 def _kernel(name: str, backend: str | None, declare: Sequence[str]) -> tuple[Kernel, Backend]:
@@ -147,60 +153,108 @@ def measure(
     Elements of O below a quarter of sum P |V| are left out: they have cancelled.
 
     Raises:
-        UsageError: the model raises, or makes no call that can be asked.
+        UsageError: the model raises, or makes no call that can be asked, or its tokens are no independent samples.
     """
-    heads, rows, bias = list[Head](), list[Mapping[str, Tensor]](), list[Mapping[str, Tensor]]()
-    refused, unseen, shapes, largest = dict[str, str](), Counter[str](), Counter[str](), [-math.inf]
+    if len(set(map(tuple, model.tokens.tolist()))) < len(model.tokens):
+        raise UsageError(f"{model.name}: tokens has a sequence twice, and sequences are the samples")
+    calls = _Calls(kernels, fmt, tell)
+    watch = ModelWatch(model.module, {}, calls.look)
+    try:
+        with torch.no_grad(), watch.installed():
+            watch.look(True)
+            model.module(model.tokens)
+    except (Exception, SystemExit) as error:  # whatever a user's model raises
+        raise UsageError(f"{model.name}: the model raised {shown(error)}") from error
+    if not calls.rows:
+        why = "; ".join(f"calls with {why}" for why in calls.unseen) or "it calls neither torch's nor Hugging Face's"
+        raise UsageError(f"{model.name}: no call of attention could be asked: {why}")
+    if len({part.shape[0] for met in calls.rows for part in met.values()}) > 1:
+        raise UsageError(f"{model.name}: its layers are called with different numbers of sequences")
+    return calls.measured(model.name)
 
-    def look(place: Place, call: Callable[[], AttentionCall], out: Tensor, to_heads: Callable[..., Tensor]) -> None:
+
+@dataclass(frozen=True)
+class _Calls:
+    """The calls of a model so far, each asked as it comes."""
+
+    kernels: Mapping[str, tuple[Kernel, Backend]]
+    fmt: Format
+    tell: Callable[[str], None]
+    heads: list[Head] = field(default_factory=list)
+    rows: list[Mapping[str, Tensor]] = field(default_factory=list)  # by layer
+    bias: list[Mapping[str, Tensor]] = field(default_factory=list)  # by layer
+    scores: list[float] = field(default_factory=list)  # the largest of each layer
+    refused: dict[str, str] = field(default_factory=dict)
+    wrong: dict[str, str] = field(default_factory=dict)
+    unseen: Counter[str] = field(default_factory=Counter)
+    shapes: Counter[str] = field(default_factory=Counter)
+
+    def look(
+        self, place: Place, call: Callable[[], AttentionCall], out: Tensor, to_heads: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Ask one call, as `ModelWatch` reports it."""
         del out, to_heads
         try:
             given = call()
             if given.spans:
                 raise NotHeldError("padding")
         except NotHeldError as reason:
-            unseen[str(reason)] += 1
+            self.unseen[str(reason)] += 1
             return
-        parts = (x.cpu().to(TORCH_DTYPES[fmt]).float() for x in (given.q * given.factor, given.k, given.v))
-        q, k, v = parts
-        inputs = AttentionInputs(q, k, v, q, Formats.of(fmt), given.causal, softmax_scale=given.scale)
-        ref = reference(inputs)
-        met, top = _met(inputs, ref)
-        layer = len(rows)
-        tell(f"layer {layer}, {place.module}")
-        heads.extend(Head(place.module, layer, head) for head in range(q.shape[1]))
-        rows.append(met)
-        bias.append(_biases(kernels, inputs, ref, refused))
-        largest[0] = max(largest[0], top)
+        q, k, v = (x.cpu().to(TORCH_DTYPES[self.fmt]).float() for x in (given.q * given.factor, given.k, given.v))
+        inputs = AttentionInputs(q, k, v, q, Formats.of(self.fmt), given.causal, softmax_scale=given.scale)
+        ref, layer = reference(inputs), len(self.rows)
+        self.tell(f"layer {layer}, {place.module}")
+        met, largest = _met(inputs, ref)
+        self.heads.extend(Head(place.module, layer, head) for head in range(q.shape[1]))
+        self.rows.append(met)
+        self.scores.append(largest)
+        asked = [name for name in self.kernels if name not in {*self.refused, *self.wrong}]
+        answers = {name: self._bias(name, inputs, ref, layer) for name in asked}
+        self.bias.append({name: bias for name, bias in answers.items() if bias is not None})
         seen = f"{q.shape[2]} queries, {k.shape[2]} keys, d {q.shape[3]}{', causal' if given.causal else ''}"
-        shapes[f"{q.shape[1]} heads on {k.shape[1]}, {q.shape[0]} sequences, {seen}"] += 1
+        self.shapes[f"{q.shape[1]} heads on {k.shape[1]}, {q.shape[0]} sequences, {seen}"] += 1
 
-    watch = ModelWatch(model.module, {}, look)
-    try:
-        with torch.no_grad(), watch.installed():
-            watch.look(True)
-            model.module(model.tokens)
-    except Exception as error:  # whatever a user's model raises
-        raise UsageError(f"{model.name}: the model raised {first_line(error)}") from error
-    if not rows:
-        why = "; ".join(f"calls with {why}" for why in unseen) or "torch's and Hugging Face's attention are seen"
-        raise UsageError(f"{model.name}: no call of attention could be asked: {why}")
-    if len({part.shape[0] for met in rows for part in met.values()}) > 1:
-        raise UsageError(f"{model.name}: its layers are called with different numbers of sequences")
-    asked = [name for name in kernels if name not in refused]
-    if not asked:
-        raise UsageError(f"{model.name}: no kernel could be asked: {'; '.join(refused.values())}")
-    words = "; ".join(f"{counted(count, 'layer')} of {shape}" for shape, count in shapes.items())
-    return Measured(
-        model.name,
-        f"{words}; q, k, v in {fmt.name}",
-        heads,
-        {name: torch.cat([met[name] for met in rows], 1) for name in rows[0]},
-        largest[0],
-        {name: torch.cat([layer[name] for layer in bias], 1) for name in asked},
-        refused,
-        unseen,
-    )
+    def _bias(self, name: str, inputs: AttentionInputs, ref: Reference, layer: int) -> Tensor | None:
+        """Return a kernel's mean signed error in ulps, by sequence and head; None: it gave none, and is told of."""
+        kernel, backend = self.kernels[name]
+        if reason := kernel.refusal(inputs):
+            self.refused[name] = reason
+            return None
+        try:
+            o = backend.run(kernel, inputs, gradients=False).o
+        except Exception as error:  # the kernel is not ours: whatever it raises
+            is_refusal = isinstance(error, CannotRunError)
+            (self.refused if is_refusal else self.wrong)[name] = (
+                first_line(error) if is_refusal else f"raised {raised(error, kernel)}"
+            )
+            return None
+        off = (o.double() - ref.o).flatten(2).norm(dim=2) / ref.o.flatten(2).norm(dim=2)  # (sequences, heads)
+        if (~o.isfinite() & ref.o.isfinite()).any():
+            self.wrong[name] = f"has NaN or Inf in layer {layer}"
+        elif (off > UNLIKE).any():
+            self.wrong[name] = (
+                f"is another function: O is off by {off.nan_to_num().max():.0%} in a head of layer {layer}"
+            )
+        cancelled = ref.o.abs() < CANCELLED * ref.magnitude
+        ulps = signed_error_ulps(o, ref.o, inputs.formats.output).masked_fill(cancelled, torch.nan)
+        return ulps.flatten(2).nanmean(2)
+
+    def measured(self, name: str) -> Measured:
+        """Return all of it."""
+        told = [each for each in self.kernels if each not in {*self.refused, *self.wrong}]
+        words = "; ".join(f"{counted(count, 'layer')} of {shape}" for shape, count in self.shapes.items())
+        return Measured(
+            name,
+            f"{words}; q, k, v in {self.fmt.name}",
+            self.heads,
+            {what: torch.cat([met[what] for met in self.rows], 1) for what in self.rows[0]},
+            max(self.scores),
+            {each: torch.cat([layer[each] for layer in self.bias], 1) for each in told},
+            self.refused,
+            self.wrong,
+            self.unseen,
+        )
 
 
 def _met(inputs: AttentionInputs, ref: Reference) -> tuple[dict[str, Tensor], float]:
@@ -214,29 +268,10 @@ def _met(inputs: AttentionInputs, ref: Reference) -> tuple[dict[str, Tensor], fl
         s = each if hidden is None else each.masked_fill(hidden, -torch.inf)
         again = (s == s.amax(-1, keepdim=True)).sum(-1) > 1
         found[f"a repeated maximum (S in {name})"] = again.double().mean(-1)
-    found[f"a P above {_SINK}"] = (ref.p.amax(-1) > _SINK).double().mean(-1)
+    many = inputs.k.shape[2] if hidden is None else (~hidden).sum(-1)
+    found[f"a P above {SINK}"] = ((ref.p.amax(-1) > SINK) & torch.as_tensor(many >= FEW)).double().mean(-1)
     s = ref.s if hidden is None else ref.s.masked_fill(hidden, -torch.inf)
     return found, s.max().item()
-
-
-def _biases(
-    kernels: Mapping[str, tuple[Kernel, Backend]], inputs: AttentionInputs, ref: Reference, refused: dict[str, str]
-) -> dict[str, Tensor]:
-    """Return the mean signed error in ulps, by sequence and head; what a kernel refuses goes into `refused`."""
-    cancelled, biases = ref.o.abs() < CANCELLED * ref.magnitude, {}
-    for name, (kernel, backend) in kernels.items():
-        if name in refused:
-            continue
-        try:
-            if reason := kernel.refusal(inputs):
-                raise CannotRunError(reason)
-            o = backend.run(kernel, inputs, gradients=False).o
-        except Exception as error:  # the kernel is not ours: whatever it raises
-            refused[name] = first_line(error) if isinstance(error, CannotRunError) else raised(error, kernel)
-            continue
-        ulps = signed_error_ulps(o, ref.o, inputs.formats.output).masked_fill(cancelled, torch.nan)
-        biases[name] = ulps.flatten(2).nanmean(2)
-    return biases
 
 
 def _parser() -> Parser:
@@ -251,6 +286,6 @@ def _parser() -> Parser:
     add("kernel", nargs="*", metavar="KERNEL", help=f"as of tiebreak pair (default: {', '.join(_PLANS)})")
     add("--backend", metavar="NAME", help="of the kernels (default: cpu; of a plan: emulation)")
     add("--declare", action="append", default=[], metavar="WORD=VALUE", help="as of tiebreak check")
-    add("--dtype", choices=FORMATS, default=BF16.name, help="of q, k and v (default: bf16)")
+    add("--dtype", choices=FORMATS, help="of q, k and v (default: the model's, of one in fp32 bf16)")
     add("--fair", action="store_true", help="fail where a head is biased, or where that is not told")
     return parser

@@ -333,6 +333,14 @@ class TestTelling:
         assert float(metadata["layer0.bias"]) == pytest.approx(bias, abs=0.02)
         assert "2 of batch entry" in captured.summary().splitlines()[4]
 
+    def test_rows_that_see_few_keys_are_no_sinks(self, tmp_path: Path) -> None:
+        """A sequence of one token has a P of 1 in each row."""
+        own = torch.arange(TOKENS) < torch.tensor([1, 2, TOKENS])[:, None]
+        mask = own[:, None, None] & torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+        captured = caught(tmp_path, attending(attn_mask=mask))
+        tensors, metadata = read(captured.written[0])
+        assert (len(tensors["layer0.q"][0, 0]), metadata["layer0.sinks"]) == (TOKENS, "0")
+
     def test_the_largest_logit_and_deltas_bias_are_those_of_the_rows_that_were_looked_at(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -542,7 +550,7 @@ def test_the_summary_is_printed_with_the_next_command(tmp_path: Path, capsys: py
     captured = caught(tmp_path, Layer, quiet=False)
     printed = capsys.readouterr().err
     assert printed == captured.summary() + "\n"
-    assert printed.endswith(f"next: python -m pytest -n auto tests/matrix --captured {tmp_path}\n")
+    assert printed.endswith(f"next: tiebreak check my.py:attention --captured {tmp_path}\n")
     captured = caught(tmp_path, lambda: Layer(lambda q, k, v: (q @ k.mT).softmax(-1) @ v))
     assert "no call was seen: torch's scaled_dot_product_attention" in captured.summary()
 

@@ -44,8 +44,27 @@ def dropping():
     return make(dropout_p=0.5)
 
 
+def leaving():
+    raise SystemExit(0)
+
+
+def twice():
+    module, tokens = make(1)
+    return module, tokens.repeat(16, 1)
+
+
 def attention(q, k, v, *, causal=False, scale=None):
     raise ValueError("my kernel says no")
+
+
+def nan(q, k, v, *, causal=False, scale=None):
+    o = other(q, k, v, scale=scale)
+    o[0, 0, 3, 5] = torch.nan
+    return o
+
+
+def other(q, k, v, *, causal=False, scale=None):
+    return nn.functional.scaled_dot_product_attention(q, k, v, scale=3 * scale)
 """
 
 
@@ -80,13 +99,32 @@ def test_few_sequences_tell_nothing_and_what_is_not_told_is_not_fair(
     assert "  intervals   none: 16 sequences of tokens at least, 3 were given" in lines
 
 
-def test_a_kernel_that_raises_is_named_beside_one_that_does_not(file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert model.main([f"{file}:make", "flash@fused", f"{file}:attention", "--fair"]) == 1
-    assert "ValueError: my kernel says no" in capsys.readouterr().out
-    with pytest.raises(UsageError, match=r"no kernel could be asked: ValueError: my kernel says no"):
-        model.main([f"{file}:make", f"{file}:attention"])
+@pytest.mark.parametrize(
+    ("kernel", "why"),
+    [
+        ("attention", "raised ValueError: my kernel says no"),
+        ("nan", "has NaN or Inf in layer 0"),
+        ("other", "is another function: O is off by "),
+    ],
+)
+def test_a_kernel_that_raises_gives_nan_or_another_function_fails_without_fair_too(
+    file: str, kernel: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert model.main([f"{file}:make", "flash@fused", f"{file}:{kernel}"]) == 1
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"FAIL: {file}:make: {file}:{kernel} {why}")
+    assert any(line.startswith("  flash@fused") for line in lines)
+    assert model.main([f"{file}:make", "--fair", f"{file}:{kernel}"]) == 1
 
 
-def test_calls_that_no_kernel_takes_are_a_line(file: str) -> None:
-    with pytest.raises(UsageError, match=r"no call of attention could be asked: calls with dropout$"):
-        model.main([f"{file}:dropping", "flash@fused"])
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        ("dropping", r"no call of attention could be asked: calls with dropout$"),
+        ("leaving", r"mine\.py:leaving: SystemExit: 0 \(mine\.py, line \d+\)$"),
+        ("twice", r"tokens has a sequence twice"),
+    ],
+)
+def test_models_that_can_not_be_asked_are_a_line(file: str, function: str, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        model.main([f"{file}:{function}", "flash@fused"])

@@ -33,7 +33,9 @@ def _replayed(sample: Sample) -> Mapping[str, str]:
     asked += " and beside known backward passes" if compared else ""
     left = [fixed.cut] if fixed.cut else []
     left += [f"{fixed.heads - sample.heads:,} heads more"] if sample.heads < fixed.heads else []
-    if gradients is None:
+    if not sample.bench.case.gradients:
+        left.append("gradients, since the file has no dO")
+    elif gradients is None:
         left.append("gradients, since it gave none")
     elif compared is None:
         left.append("gradients beside known backward passes, since O follows no known plan")

@@ -1,5 +1,6 @@
 """Which known backward pass a kernel's gradients come from, and how their errors compare with those of that pass."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -257,7 +258,9 @@ class _Emulation:
     def compared(self, ours: Parts, backward: BackwardPass) -> _Comparison:
         theirs, exact = self.gradients(backward.after(self._forward)), self.exact(_EXACT)
         errors = _errors(ours, theirs, self.exact(backward), self._batch.inputs.groups)
-        sizes = [error.their_square.nanmean().item() / error.square.nanmean().item() for error in errors.values()]
+        # Where neither has an error, as of one key a row, they are as large.
+        shares = [error.their_square.nanmean() / error.square.nanmean() for error in errors.values()]
+        sizes = torch.stack(shares).nan_to_num(nan=1.0, posinf=math.inf).tolist()
         bits = {name: equal_bits(ours[name], theirs[name]) for name in GRADIENT_NAMES}
         strays = {name: (theirs[name] - exact[name]).square().nanmean().item() for name in GRADIENT_NAMES}
         return _Comparison(bits, min(sizes), strays)

@@ -8,16 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from tiebreak.backends.backend import EMULATION
-from tiebreak.cases.capture.watch import AttentionCall, ModelWatch, NotHeldError, Place
+from tiebreak.cases.capture.watch import AttentionCall, ModelWatch, NotHeldError, Place, compiled_module
 from tiebreak.cases.gpt2 import fixture
 from tiebreak.cases.gpt2.attention import HeadKernel
 from tiebreak.cases.gpt2.fixture import Read, Way
 from tiebreak.cases.verdicts import interval
 from tiebreak.kernels.external.isolation import own_randomness
 from tiebreak.kernels.external.loading import load, place_of
+from tiebreak.kernels.external.options import LoadError
 from tiebreak.kernels.formats import BF16, FP16, FP32, Format, Formats
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
-from tiebreak.kernels.kernel import CannotRunError, composed, first_line
+from tiebreak.kernels.kernel import CannotRunError, composed, first_line, in_one_line
 from tiebreak.kernels.plans import Cast
 from tiebreak.kernels.reference import reference
 from tiebreak.matrix.identification.asking import threads
@@ -90,7 +91,7 @@ class OwnModel:
             raise UsageError(f"--model {self.name}: kernels here take no calls with {reason}") from reason
         logits = getattr(made, "logits", made)
         if not outputs:
-            raise UsageError(f"--model {self.name}: calls neither torch's attention nor Hugging Face's, or is compiled")
+            raise UsageError(f"--model {self.name}: calls neither torch's attention nor Hugging Face's")
         if not isinstance(logits, Tensor) or logits.shape[:-1] != self.tokens.shape:
             raise UsageError(f"--model {self.name}: returns no logits (batch, tokens, vocabulary) of its tokens")
         return Read(fixture.log_probabilities_of(logits, self.tokens), tuple(outputs))
@@ -104,21 +105,33 @@ def _attention(side: Side | None, inputs: AttentionInputs) -> Tensor:
     return side.backend.run(side.kernel, inputs, gradients=False).o
 
 
-def own_model(target: str) -> OwnModel:
+def own_model(target: str, flag: str = "--model ") -> OwnModel:
     """Return the model that `--model FILE.py:FUNCTION` names: the function takes nothing and returns (module, tokens).
 
     Raises:
         UsageError: it can't be found, called or used; one line that names the flag.
     """
     try:
-        module, tokens = load(target)()
+        made = load(target)()
+    except (Exception, SystemExit) as error:  # whatever a user's function raises
+        raise UsageError(f"{flag}{target}: {shown(error)}") from error
+    try:
+        module, tokens = made
         used = {weight.dtype for weight in module.eval().parameters()}
         if tokens.dim() != 2 or tokens.shape[1] < 2 or tokens.is_floating_point():
             raise ValueError(f"tokens are {tokens.dtype} {tuple(tokens.shape)}, not whole numbers (batch, 2 or more)")
-    except Exception as error:  # whatever a user's function raises
-        why = f"{first_line(error)}{place_of(error)}; it has to return (module, tokens)"
-        raise UsageError(f"--model {target}: {why}") from error
+    except (AttributeError, TypeError, ValueError) as error:
+        raise UsageError(f"{flag}{target}: {first_line(error)}; it has to return (module, tokens)") from error
+    if (compiled := compiled_module(module)) is not None:
+        raise UsageError(
+            f"{flag}{target}: {compiled} is compiled, which hides its calls; return it before torch.compile"
+        )
     return OwnModel(target, module, tokens, tuple(fmt for fmt in (BF16, FP16) if TORCH_DTYPES[fmt] in used))
+
+
+def shown(error: BaseException) -> str:
+    """Return in one line what a user's model raised, and where."""
+    return first_line(error) if isinstance(error, LoadError) else f"{in_one_line(error)}{place_of(error)}"
 
 
 def through_model(
