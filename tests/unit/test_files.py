@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from tiebreak.programs import check
 from tiebreak.programs.files import backend, export, judge, runner
-from tiebreak.reports.calls import MANIFEST, Calls
+from tiebreak.reports.calls import MANIFEST, Calls, StoredCall
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import store
 from tiebreak.reports.records.decode import encode
@@ -75,6 +75,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("files") / "calls"
     assert export.main([str(path), "--cases", CASES, "--heads", "16", "--runner", str(path.parent / "run.py")]) == 0
     (path.parent / "kernels.py").write_text(KERNEL)
+    return path
+
+
+@pytest.fixture(scope="module")
+def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same calls for readers without a library."""
+    path = tmp_path_factory.mktemp("raw") / "calls"
+    assert export.main([str(path), "--cases", CASES, "--heads", "16", "--raw"]) == 0
     return path
 
 
@@ -298,10 +306,9 @@ def test_a_call_that_hangs_or_ends_the_process_is_told_and_the_others_are_answer
 
 
 def test_raw_files_have_the_verdict_of_the_others(
-    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    good: Path, raw: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tmp_path / "calls"
-    export.main([str(folder), "--cases", CASES, "--heads", "16", "--raw"])
+    folder = shutil.copytree(raw, tmp_path / "calls")
     ids = [line.split()[0] for line in (folder / "calls.txt").read_text().splitlines()]
     assert ids == [call.id for call in manifest(folder).calls]
     for call in manifest(folder).calls:
@@ -313,6 +320,59 @@ def test_raw_files_have_the_verdict_of_the_others(
     assert outcome(judge.main, capsys, str(folder), "--out", str(tmp_path / "ours")) == theirs
     _bytes("0001.o.bin", lambda content: content[:-2])(folder)
     assert judged(folder, tmp_path / "out") == 2
+
+
+ANSWERS = Path(__file__).parents[2] / "examples/files"
+NUMPY_ALONE = """import runpy, sys
+sys.modules.update(torch=None, tiebreak=None)
+sys.argv.pop(0)
+runpy.run_path(sys.argv[0])
+"""
+
+
+def run_numpy(folder: Path) -> None:
+    subprocess.run([sys.executable, "-c", NUMPY_ALONE, ANSWERS / "answers.py", folder], check=True)
+
+
+def run_compiled(folder: Path) -> None:
+    if (compiler := shutil.which("g++")) is None:
+        pytest.skip("no g++ on the path")
+    program = folder.parent / "answers"
+    subprocess.run([compiler, "-std=c++17", "-O1", ANSWERS / "answers.cpp", "-o", program], check=True)
+    subprocess.run([program, folder], check=True)
+
+
+@pytest.mark.parametrize("answer", [run_numpy, run_compiled])
+def test_programs_without_torch_answer_a_folder(
+    request: pytest.FixtureRequest, tmp_path: Path, answer: Callable[[Path], None]
+) -> None:
+    exported: Path = request.getfixturevalue("folder" if answer is run_numpy else "raw")
+    path = shutil.copytree(exported, tmp_path / "calls")
+    answer(path)
+    assert judged(path, tmp_path / "out", "--cases", "random") == 0
+    assert not any("refused" in backend.opened(str(path)).outputs(call)[1] for call in manifest(path).calls)
+
+
+def test_a_shell_runs_a_program_of_one_call(raw: Path, tmp_path: Path) -> None:
+    folder = backend.CallFolder(shutil.copytree(raw, tmp_path / "calls"), manifest(raw))
+    first, second, *others = folder.manifest.calls
+    program = tmp_path / "program"
+    program.write_text(
+        f"""#!/bin/sh
+case $2 in {first.id}) exit 7;; {second.id}) exit 3;; esac
+cp "$1/$2.q.bin" "$1/$2.o$3.bin"
+"""
+    )
+    program.chmod(0o755)
+    subprocess.run(["sh", ANSWERS / "answers.sh", folder.path, program], check=True)
+    assert [*folder.faults()] == []
+    assert folder.outputs(first)[1]["raised"] == "exit code 7"
+    assert "refused" in folder.outputs(second)[1]
+    assert all(torch.equal(folder.outputs(call)[0]["o"], runner.inputs(raw, as_json(call))["q"]) for call in others)
+
+
+def as_json(call: StoredCall) -> Any:
+    return json.loads(encode(call))
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -47,6 +47,17 @@ def zeros_if_large(q, k, v):
     return nan_if_large(q, k, v).nan_to_num(0.0)
 
 
+def raises_if_large(q, k, v):
+    if nan_if_large(q, k, v).isnan().any():
+        raise ValueError("too large")
+    return eager(q, k, v)
+
+
+def flat_if_large(q, k, v):
+    o = nan_if_large(q, k, v)
+    return o.flatten() if o.isnan().any() else o
+
+
 def ends(q, k, v):
     import os
     os._exit(3)
@@ -159,10 +170,19 @@ def test_what_leaves_the_device_beyond_use_is_raised_once_and_asked_by_nobody_el
 def test_what_it_raises_leaves_its_plan_unknown(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def attention(q, k, v):\n    raise ValueError('not I')\n")
     raising = Cell(CPU, external_kernel(f"{tmp_path / 'mine.py'}:attention"), Identification(), BF16)
-    assert plan_of(raising, Workbench(Settings())) == Settled("nothing: not I")
+    wrong = "asked for its plan, it raised ValueError: not I (mine.py, line 2)"
+    assert plan_of(raising, Workbench(Settings())) == Settled("nothing: not I", wrong=wrong)
 
 
-@pytest.mark.parametrize(("name", "what"), [("nan_if_large", "NaN or Inf"), ("zeros_if_large", "zeros")])
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("nan_if_large", "NaN or Inf"),
+        ("zeros_if_large", "0 throughout"),
+        ("raises_if_large", "raised ValueError: too large"),
+        ("flat_if_large", "shape"),
+    ],
+)
 def test_an_output_that_only_tells_the_plan_has_to_be_attention_too(
     named: Callable[[str], Cell], name: str, what: str
 ) -> None:

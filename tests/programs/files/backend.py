@@ -161,7 +161,7 @@ class CallFolder:
         return tensors, said
 
     def unjudged(self) -> Iterator[str]:
-        """Yield the calls whose answer is an error, NaN, Inf or zeros: none passes, though no cell may judge it."""
+        """Yield the calls whose answer is an error, NaN or Inf: none passes, though no cell may judge it."""
         for call in self.manifest.calls:
             outputs, metadata = self.outputs(call)
             if "raised" in metadata:
@@ -169,8 +169,6 @@ class CallFolder:
             wrong = [name for name, x in outputs.items() if call.finite and not name.startswith("lse")
                      and not x.isfinite().all()]  # fmt: skip
             yield from (f"call {call.id} has {name} with NaN or Inf, of finite inputs" for name in wrong)
-            if call.finite and any(name.partition(".")[0] == "o" and not x.any() for name, x in outputs.items()):
-                yield f"call {call.id} has an O of zeros"
 
     def answer(self, names: tuple[str, ...], tensors: Tensors, values: Values) -> tuple[Tensor, ...]:
         """Return the outputs of these names that a call has; at each time those of its next run."""
