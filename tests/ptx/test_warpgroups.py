@@ -84,8 +84,8 @@ def test_operands_lie_as_descriptors_say(width: int, a_turned: bool, b_turned: b
     row = 4 * THREADS
     stores = "".join(f"st.global.b32 [%rd1+{row * at}], %d{at};" for at in range(1, N // 2))
     unused = "".join(f"mov.b32 %d{at}, 1065353216;" for at in range(N // 2))  # the first product does not add to it
-    # The first product does not add to what there is.
-    body = f"{moves} {operands(of_a, of_b)} {unused} {FENCES} {FIRST}{turned} {again}{turned} {DONE} {WAIT} {STORE} {stores}"
+    products = f"{FENCES} {FIRST}{turned} {again}{turned} {DONE} {WAIT}"
+    body = f"{moves} {operands(of_a, of_b)} {unused} {products} {STORE} {stores}"
     found = executed(body, words, THREADS, "sm_90", outputs=N // 2, shared=SHARED)
     assert np.array_equal(sums(found), 2 * a @ b.T)
 
