@@ -112,7 +112,7 @@ docs: $(FULL)  ## the documentation as a site: out/docs/site/index.html
 STUDY ?= alarms power bounds
 alarms := alarms --seeds $(SEEDS)
 bounds := spread --seeds $(SEEDS) --write
-studies: $(STAMP)  ## what takes hours, and resumes: STUDY=alarms, power, bounds, budget, costs, bits, identification, mma_sim, reinforce or tolerance
+studies: $(STAMP)  ## what takes hours, and resumes: STUDY=alarms, power, bounds, budget, costs, bits, identification, mma_sim, models, reinforce or tolerance
 	$(foreach study,$(STUDY),$(PY) -m tiebreak.studies.$(or $($(study)),$(study)) $(ARGS) &&) true
 
 # Each in an environment of its own, with versions of its own: no constraint of this project holds there.

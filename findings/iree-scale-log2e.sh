@@ -6,7 +6,7 @@ set -euo pipefail
 folder="$(mktemp -d)"
 trap 'rm -rf "$folder"' EXIT
 "${PYTHON:-python3}" -m venv "$folder/venv"
-"$folder/venv/bin/pip" install --quiet --only-binary :all: iree-base-compiler==3.13.0 iree-base-runtime==3.13.0 numpy==2.4.6 ml-dtypes==0.6.0
+"$folder/venv/bin/pip" install --quiet --no-compile --only-binary :all: iree-base-compiler==3.13.0 iree-base-runtime==3.13.0 numpy==2.4.6 ml-dtypes==0.6.0
 "$folder/venv/bin/python" - <<'PYTHON'
 import math
 

@@ -7,7 +7,7 @@ set -euo pipefail
 folder="$(mktemp -d)"
 trap 'rm -rf "$folder"' EXIT
 "${PYTHON:-python3}" -m venv "$folder/venv"
-"$folder/venv/bin/pip" install --quiet --only-binary :all: jax==0.10.2 jaxlib==0.10.2 numpy==2.4.6
+"$folder/venv/bin/pip" install --quiet --no-compile --only-binary :all: jax==0.10.2 jaxlib==0.10.2 numpy==2.4.6
 "$folder/venv/bin/python" - <<'PYTHON'
 import jax
 import jax.numpy as jnp

@@ -6,7 +6,7 @@ set -euo pipefail
 folder="$(mktemp -d)"
 trap 'rm -rf "$folder"' EXIT
 "${PYTHON:-python3}" -m venv "$folder/venv"
-"$folder/venv/bin/pip" install --quiet --only-binary :all: 'mlx[cpu]==0.32.4' numpy==2.4.6
+"$folder/venv/bin/pip" install --quiet --no-compile --only-binary :all: 'mlx[cpu]==0.32.4' numpy==2.4.6
 "$folder/venv/bin/python" - <<'PYTHON'
 import math
 

@@ -7,7 +7,7 @@ set -euo pipefail
 folder="$(mktemp -d)"
 trap 'rm -rf "$folder"' EXIT
 "${PYTHON:-python3}" -m venv "$folder/venv"
-"$folder/venv/bin/pip" install --quiet --only-binary :all: numpy==2.4.6 ml-dtypes==0.6.0
+"$folder/venv/bin/pip" install --quiet --no-compile --only-binary :all: numpy==2.4.6 ml-dtypes==0.6.0
 "$folder/venv/bin/python" - <<'PYTHON'
 import ml_dtypes
 import numpy as np

@@ -8,7 +8,7 @@ set -euo pipefail
 folder="$(mktemp -d)"
 trap 'rm -rf "$folder"' EXIT
 "${PYTHON:-python3}" -m venv "$folder/venv"
-"$folder/venv/bin/pip" install --quiet --only-binary :all: onnxruntime==1.31.1 onnx==1.23.2 numpy==2.4.6
+"$folder/venv/bin/pip" install --quiet --no-compile --only-binary :all: onnxruntime==1.31.1 onnx==1.23.2 numpy==2.4.6
 "$folder/venv/bin/python" - <<'PYTHON'
 import numpy as np
 import onnxruntime

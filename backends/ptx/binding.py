@@ -6,6 +6,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 import numpy as np
 
 from tiebreak.backends.interpreter.numbers import Array
+from tiebreak.backends.ptx.blackwell import BINDERS as OF_BLACKWELL
 from tiebreak.backends.ptx.memory import WARP
 from tiebreak.backends.ptx.operands import Run, names_of, place_of, reader, typed, writer
 from tiebreak.backends.ptx.operations import OPERATIONS, TYPES
@@ -136,12 +137,13 @@ def _copy(at: Instruction, _: _Match) -> Run:
 
 
 def _of_copies(at: Instruction, match: _Match) -> Run:
-    def meet(threads: Threads, mask: Array) -> None:
-        blocks = threads.together(mask, threads.shape[1], at)
+    def meet(threads: Threads, mask: Array) -> Array | None:
+        blocks, waits = threads.gathered(mask)
         if match[1] == "commit_group":
             threads.shared.groups += blocks
         else:
             threads.shared.wait(blocks, int(str(at.operands[0])))
+        return waits
 
     return meet
 
@@ -150,11 +152,13 @@ def _barrier(at: Instruction, match: _Match) -> Run:
     if at.operands != ("0",) and not (match[1] and at.operands[0] in _ALL_LANES):
         raise at.refused()
 
-    def meet(threads: Threads, mask: Array) -> None:
+    def meet(threads: Threads, mask: Array) -> Array | None:
         if match[1]:
-            threads.shared.phases_of_warps += threads.together(mask, WARP, at)
-        else:
-            threads.shared.phases += threads.together(mask, threads.shape[1], at)
+            threads.shared.phases_of_warps += threads.warps(mask, at)
+            return None
+        blocks, waits = threads.gathered(mask)
+        threads.shared.phases += blocks
+        return waits
 
     return meet
 
@@ -166,7 +170,7 @@ def _shuffle(at: Instruction, match: _Match) -> Run:
     reads, write = (reader(value, "u32", at), reader(by, "u32", at)), writer(at.operands[0], at)
 
     def shuffle(threads: Threads, mask: Array) -> None:
-        threads.together(mask, WARP, at)
+        threads.warps(mask, at)
         x, by = (threads.full(read(threads)).reshape(threads.shape[0], -1, WARP) for read in reads)
         taken = np.take_along_axis(x, _SOURCES[match[1]](by.astype(np.int64)), -1)
         write(threads, 0, taken.reshape(threads.shape), mask)
@@ -178,7 +182,7 @@ def _matrices(at: Instruction, match: _Match) -> Run:
     count, write, place = int(match[1]), writer(at.operands[0], at), place_of(at.operands[1], at)
 
     def load(threads: Threads, mask: Array) -> None:
-        threads.together(mask, WARP, at)
+        threads.warps(mask, at)
         naming = threads.full(mask & (threads.get("%laneid") < 8 * count))  # others' addresses are ignored
         rows = threads.shared.rows(place(threads), naming, at)
         for number, value in enumerate(load_matrices(rows, count, transposed=bool(match[2]))):
@@ -192,7 +196,7 @@ def _stored_matrices(at: Instruction, match: _Match) -> Run:
     reads = [reader(name, "u32", at) for name in names_of(at.operands[1])]
 
     def store(threads: Threads, mask: Array) -> None:
-        threads.together(mask, WARP, at)
+        threads.warps(mask, at)
         naming, first = threads.full(mask & (threads.get("%laneid") < 8 * count)), place(threads)
         rows = matrix_rows([threads.full(read(threads)) for read in reads], transposed=bool(match[2]))
         for word in range(4):
@@ -208,7 +212,7 @@ def _products(run: Sequence[Instruction], card: str) -> Run:
     reads = [[[reader(name, "u32", at) for name in names_of(at.operands[of])] for at in run] for of in (1, 2, 3)]
 
     def multiply(threads: Threads, mask: Array) -> None:
-        threads.together(mask, WARP, run[0])
+        threads.warps(mask, run[0])
         held = [np.array([[threads.full(read(threads)) for read in each] for each in operand]) for operand in reads]
         sums = product(*(np.moveaxis(x, 1, -1) for x in held))
         for number, write in np.ndindex(sums.shape[-1], len(run)):
@@ -225,9 +229,10 @@ _BINDERS: Mapping[str, Callable[[Instruction, _Match], Run]] = {
     r"mov\.b(32|64)": _move,
     r"cp\.async\.c[ag]\.shared\.global(?:\.L2::\w+)*": _copy,
     r"cp\.async\.(commit_group|wait_group)": _of_copies,
-    r"bar\.(warp\.)?sync": _barrier,
+    r"(?:bar\.(warp\.)?|barrier\.)sync": _barrier,
     r"shfl\.sync\.(bfly|idx|up|down)\.b32": _shuffle,
     r"ldmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16": _matrices,
     r"stmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16": _stored_matrices,
     **OF_WARPGROUPS,
+    **OF_BLACKWELL,
 }

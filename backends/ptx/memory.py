@@ -72,11 +72,11 @@ class Shared:
         writers[done] = who | np.broadcast_to(self.phases << _PHASE, done.shape)[done]
         pending[done] = 0
 
-    def wait_for_products(self, blocks: Array, most: int) -> None:
-        """Complete groups of products until at most `most` are at work; until a barrier, others' may be."""
-        group = self._multiplied.reshape(len(blocks), -1)
-        done = (group > 0) & (group <= self.products - most) & blocks
-        if len(self._who) > 4 * WARP:  # more than one warpgroup
+    def complete(self, groups: Array, *, others: bool) -> None:
+        """End groups of products up to a number, (blocks, 1); `others` may be at work until a barrier."""
+        group = self._multiplied.reshape(len(groups), -1)
+        done = (group > 0) & (group <= groups)
+        if others:
             readers = self._readers.reshape(done.shape)
             readers[done] = (_EVERYONE << _OF_WARP) | np.broadcast_to(self.phases << _PHASE, done.shape)[done]
         group[done] = 0

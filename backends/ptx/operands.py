@@ -12,7 +12,8 @@ from tiebreak.backends.ptx.parsing import Address, Instruction, Operand
 from tiebreak.backends.ptx.threads import Threads
 from tiebreak.kernels.kernel import CannotRunError
 
-Run = Callable[[Threads, Array], None]  # what the threads of a mask, bool (blocks, threads), do
+#: What the threads of a mask, bool (blocks, threads), do; and which of them can't go on yet, having done nothing.
+Run = Callable[[Threads, Array], Array | None]
 Read = Callable[[Threads], Array]
 _SHARED = "global_smem"  # Triton's name of it
 _SPECIAL = re.compile(r"%(?:tid\.x|n?ctaid\.[xyz]|laneid)")

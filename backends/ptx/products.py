@@ -19,7 +19,7 @@ _MMA = re.compile(
     r"mma\.sync\.aligned\.m16n(8)k(\d+)\.row\.col\.f32\.(\w+)\.(\w+)\.f32"
     r"|wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(\d+)\.f32\.(\w+)\.(\w+)"
 )
-_FORMATS = {"f16": "fp16", "bf16": "bf16", "tf32": "tf32", "e4m3": "fp8_e4m3", "e5m2": "fp8_e5m2"}
+FORMATS = {"f16": "fp16", "bf16": "bf16", "tf32": "tf32", "e4m3": "fp8_e4m3", "e5m2": "fp8_e5m2"}
 _GROUP, _IN_GROUP = (np.arange(WARP) >> 2)[:, None, None], (np.arange(WARP) & 3)[:, None, None]
 _MIXING = np.random.default_rng(0).integers(2**63, size=2**12, dtype=np.uint64) * 2 + 1  # odd: no bit is lost
 _Places = tuple[Array, Array]  # rows and columns: (lanes, registers, elements of a register)
@@ -51,32 +51,32 @@ class Product:
         """Return D = A B + C of every warp, from registers to registers: uint32, (..., threads, registers)."""
         held = [x.reshape(-1, WARP * x.shape[-1]) for x in (a, b, c)]
         first, number = _distinct(np.concatenate(held, 1))
-        left, right = self.rows(held[0][first]), _tile(held[1][first], self.b, (self.k, self.n), self._places[1])
-        return self._sums(left, right, held[2][first])[number].reshape(c.shape)
+        right = _tile(held[1][first], self.b, (self.k, self.n), self._places[1])
+        sums = _tile(held[2][first], "f32", (16, self.n), self._places[2])
+        tiles = [torch.from_numpy(x) for x in (self.rows(held[0][first]), right, sums)]
+        d = tensor_core_matmul(tiles[0], tiles[1], tiles[2], self.core).numpy()
+        return self._registers(d)[number].reshape(c.shape)
 
     def of_tiles(self, left: Array, right: Array, which: Array, c: Array) -> Array:
-        """Return D = A B + C of every warp, from tiles, fp32, and registers to registers.
-
-        Args:
-            left: (warps, 16, k).
-            right: (some, k, n).
-            which: which of these a warp's is.
-            c: (..., threads, registers), uint32.
-        """
-        sums = c.reshape(len(left), -1)
-        named = np.repeat(which.astype(np.uint32), 2).reshape(-1, 2)
-        first, number = _distinct(np.concatenate([left.reshape(len(left), -1).view(np.uint32), sums, named], 1))
-        return self._sums(left[first], right[which[first]], sums[first])[number].reshape(c.shape)
+        """Return D = A B + C of every warp as `multiplied`, where C and D are registers, uint32 (..., registers)."""
+        sums = _tile(c.reshape(len(left), -1), "f32", (16, self.n), self._places[2])
+        return self._registers(multiplied(left, right, which, sums, self.core)).reshape(c.shape)
 
     def rows(self, held: Array) -> Array:
         """Return the rows of A that warps hold in registers, (warps, 16, k), fp32."""
         return _tile(held, self.a, (16, self.k), self._places[0])
 
-    def _sums(self, left: Array, right: Array, held: Array) -> Array:
-        """Return sums, uint32 (warps, lanes, registers), of tiles and the registers of what they are added to."""
-        a, b, c = map(torch.from_numpy, (left, right, _tile(held, "f32", (16, self.n), self._places[2])))
-        d = tensor_core_matmul(a, b, c, self.core).numpy().view(np.uint32)
-        return d[:, self._places[2][0][..., 0], self._places[2][1][..., 0]]
+    def _registers(self, d: Array) -> Array:
+        return d.view(np.uint32)[:, self._places[2][0][..., 0], self._places[2][1][..., 0]]
+
+
+def multiplied(left: Array, right: Array, which: Array, sums: Array, core: TensorCore) -> Array:
+    """Return left @ right[which] + sums, fp32, all (some, 16, ...), where `right` may have fewer: each product once."""
+    parts = [x.reshape(len(left), -1).view(np.uint32) for x in (left, sums)]
+    first, number = _distinct(np.concatenate([*parts, np.repeat(which.astype(np.uint32), 2).reshape(-1, 2)], 1))
+    a, b, c = map(torch.from_numpy, (left[first], right[which[first]], sums[first]))
+    made: Array = tensor_core_matmul(a, b, c, core).numpy()[number]
+    return made
 
 
 def _distinct(rows: Array) -> tuple[Array, Array]:
@@ -101,7 +101,7 @@ def product_of(instruction: Instruction, card: str) -> Product:
     match = _MMA.fullmatch(instruction.opcode)
     n, k, a, b = filter(None, match.groups()) if match else ("8", "0", "", "")
     try:
-        return Product(int(k), a, b, core_of(card, _FORMATS[a], _FORMATS[b]), int(n))
+        return Product(int(k), a, b, core_of(card, FORMATS[a], FORMATS[b]), int(n))
     except (KeyError, ValueError) as error:
         raise instruction.refused() from error
 

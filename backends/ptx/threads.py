@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -9,6 +11,7 @@ from tiebreak.backends.interpreter.memory import KernelMemory
 from tiebreak.backends.interpreter.numbers import Array
 from tiebreak.backends.ptx.memory import WARP, Global, Shared, SharedMemoryError
 from tiebreak.backends.ptx.parsing import Instruction
+from tiebreak.backends.ptx.tensor_memory import TensorMemory
 from tiebreak.kernels.kernel import CannotRunError
 
 _NOTHING = np.zeros((1, 1), np.uint64)
@@ -39,6 +42,7 @@ class Threads:
         # By register the group of products, of each block, that brings it or reads it; 0: none.
         self._brought: dict[str, Array] = {}
         self._taken: dict[str, Array] = {}
+        self.barriers: dict[int, Any] = {}  # mbarriers, by their address
         self._active = self.everyone
         self.instruction = Instruction(0, "", False, "", (), {})  # that is executed
         thread = np.arange(launch.threads, dtype=np.uint32)[None]
@@ -79,7 +83,7 @@ class Threads:
 
     def _refuse(self, group: Array, what: str) -> None:
         if ((group > 0) & self._active).any():
-            raise SharedMemoryError(f"{self.instruction} {what}: no wgmma.wait_group lies between")
+            raise SharedMemoryError(f"{self.instruction} {what}: nobody has waited")
 
     def sums(self, names: Sequence[str]) -> list[Array]:
         """Return registers that a product adds to: those that an earlier one brings, too."""
@@ -107,23 +111,36 @@ class Threads:
         self._fenced = True
         self._unfenced.clear()
 
-    def wait(self, blocks: Array, most: int) -> None:
-        """Complete groups of products until at most `most` are at work."""
+    def complete(self, groups: Array, *, others: bool = False) -> None:
+        """End groups of products up to a number, (blocks, 1), whose `others` may be at work until a barrier."""
         for flying in (self._brought, self._taken):
             for name, group in list(flying.items()):
-                flying[name] = np.where(blocks & (group <= self.shared.products - most), 0, group)
+                flying[name] = np.where(group <= groups, 0, group)
                 if not flying[name].any():
                     del flying[name]
-        self.shared.wait_for_products(blocks, most)
+        self.shared.complete(groups, others=others)
+        if "tensor" in self.__dict__:
+            self.tensor.complete(groups)
+
+    @cached_property
+    def tensor(self) -> TensorMemory:
+        """The tensor memory of the blocks, from its first use on."""
+        return TensorMemory(self.shape[0])
 
     def full(self, x: Array) -> Array:
         """Return an array with all its blocks and threads."""
         return np.ascontiguousarray(np.broadcast_to(x, self.shape))
 
-    def together(self, mask: Array, size: int, at: Instruction) -> Array:
-        """Return which groups of `size` threads execute an instruction; raise CannotRunError if part of one does."""
-        groups = self.full(mask).reshape(self.shape[0], -1, size)
+    def warps(self, mask: Array, at: Instruction) -> Array:
+        """Return which warps execute an instruction; raise CannotRunError if part of one does."""
+        groups = self.full(mask).reshape(self.shape[0], -1, WARP)
         some, every = groups.max(-1), groups.min(-1)
         if (some != every).any():
-            raise CannotRunError(f"{at} is reached by some threads of a {'warp' if size == WARP else 'block'} alone")
+            raise CannotRunError(f"{at} is reached by some threads of a warp alone")
         return np.asarray(some)
+
+    def gathered(self, mask: Array) -> tuple[Array, Array | None]:
+        """Return which blocks, (blocks, 1), execute an instruction with all their threads; and who waits for others."""
+        shown = self.full(mask)
+        whole = shown.min(1, keepdims=True)
+        return whole, None if shown.max() == whole.min() else shown & ~whole

@@ -18,7 +18,7 @@ from tiebreak.backends.ptx.products import product_of
 from tiebreak.backends.ptx.threads import Threads
 
 _GROUP, _ROWS = 4 * WARP, 64  # threads of a warpgroup, and rows of its product
-_WIDTHS = 16, 128, 64, 32  # bytes of a swizzled row, by the swizzling mode of a descriptor
+_WIDTHS = {0: 16, 2: 128, 4: 64, 6: 32}  # bytes of a swizzled row, by bits 61 to 63 of a descriptor, on sm_100 too
 _FIELD = 0x3FFF  # bits of an address, or of an offset, in 16 bytes
 
 
@@ -28,7 +28,7 @@ def _offsets(count: int, k: int, size: int, turned: bool, descriptor: int) -> Ar
     Eight swizzled rows are a matrix, and a descriptor has the strides between these (PTX ISA, wgmma, Strides). If
     `turned`, neighbours along rows or columns lie side by side, otherwise neighbours along k.
     """
-    width, leading, stride = _WIDTHS[descriptor >> 62], *((descriptor >> at & _FIELD) << 4 for at in (16, 32))
+    width, leading, stride = _WIDTHS[descriptor >> 61], *((descriptor >> at & _FIELD) << 4 for at in (16, 32))
     outer, along = np.arange(count)[:, None], np.arange(k)[None]
     if turned:
         each = width // size  # elements of a swizzled row
@@ -38,15 +38,13 @@ def _offsets(count: int, k: int, size: int, turned: bool, descriptor: int) -> Ar
     return outer % 8 * width + outer // 8 * stride + beside
 
 
-def _tiles(
-    threads: Threads, descriptors: Array, block: Array, shape: tuple[int, int], kind: str, turned: bool
-) -> Array:
+def tiles(threads: Threads, descriptors: Array, block: Array, shape: tuple[int, int], kind: str, turned: bool) -> Array:
     """Return what descriptors name, fp32 (descriptors, rows or columns, k), each in the shared memory of its block."""
     at = threads.instruction
     (layout,) = {int(each) & ~_FIELD for each in descriptors}
-    if layout >> 49 & 7 or layout >> 14 & 3 or layout >> 30 & 3:  # a base offset, or bits that mean nothing yet
+    if layout >> 49 & 15 or layout >> 61 not in _WIDTHS:  # a base offset, another mode
         raise at.refused()
-    width = _WIDTHS[layout >> 62]
+    width = _WIDTHS[layout >> 61]
     places = (descriptors & np.uint64(_FIELD)).astype(np.int64)[:, None, None] * 16
     places = places + _offsets(*shape, TYPES[kind].itemsize, turned, layout)
     places ^= places >> 3 & width - 16  # the swizzle is one of addresses: a descriptor may begin within a row
@@ -63,10 +61,11 @@ def _product(at: Instruction, _: re.Match[str]) -> Run:
     a_reads = [reader(name, "u32" if held else "u64", at) for name in names_of(of_a)]
     b_read, keep = reader(of_b, "u64", at), reader(keeps, "pred", at)
 
-    def multiply(threads: Threads, mask: Array) -> None:
-        block = threads.together(mask, threads.shape[1], at).nonzero()[0]
+    def multiply(threads: Threads, mask: Array) -> Array | None:
+        blocks, waits = threads.gathered(mask)
+        block = blocks.nonzero()[0]
         if not len(block):
-            return
+            return waits
 
         def taken(values: Sequence[Array]) -> Array:
             """Return registers of the threads that multiply, (warpgroups, threads, registers)."""
@@ -76,29 +75,33 @@ def _product(at: Instruction, _: re.Match[str]) -> Run:
         c = np.where(taken([keep(threads)]), c, np.uint32(0))
         of_block = np.repeat(block, len(c) // len(block))
         columns = taken([b_read(threads)])[:, 0, 0]
-        right = _tiles(threads, columns, of_block, (product.n, product.k), product.b, turned=b_turned)
+        right = tiles(threads, columns, of_block, (product.n, product.k), product.b, turned=b_turned)
         if held:
             left = product.rows(a.reshape(-1, WARP * len(a_reads)))
         else:
-            left = _tiles(threads, a[:, 0, 0], of_block, (_ROWS, product.k), product.a, turned=a_turned)
+            left = tiles(threads, a[:, 0, 0], of_block, (_ROWS, product.k), product.a, turned=a_turned)
         which = np.repeat(np.arange(len(right)), _GROUP // WARP)
         d = product.of_tiles(left.reshape(-1, 16, product.k), right.swapaxes(1, 2), which, c)
         values = np.zeros((len(names), *threads.shape), np.uint32)
         values[:, block] = np.moveaxis(d.reshape(len(block), -1, len(names)), -1, 0)
-        threads.bring(names, values, mask, names_of(of_a) if held else ())
+        threads.bring(names, values, mask & blocks, names_of(of_a) if held else ())
+        return waits
 
     return multiply
 
 
 def _synchronise(at: Instruction, match: re.Match[str]) -> Run:
-    def meet(threads: Threads, mask: Array) -> None:
-        blocks = threads.together(mask, threads.shape[1], at)
+    def meet(threads: Threads, mask: Array) -> Array | None:
+        blocks, waits = threads.gathered(mask)
         if match[1] == "commit_group":
             threads.shared.products += blocks
         elif match[1] == "wait_group":
-            threads.wait(blocks, int(str(at.operands[0])))
+            others = threads.shape[1] > _GROUP  # may still be at work
+            done = np.where(blocks, threads.shared.products - int(str(at.operands[0])), 0)
+            threads.complete(done, others=others)
         elif blocks.any():
             threads.fence()
+        return waits
 
     return meet
 

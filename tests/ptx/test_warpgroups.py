@@ -1,4 +1,4 @@
-"""Products of four warps: layouts of operands as the PTX ISA draws them, and what has to be waited for."""
+"""Products of four warps, and of one thread: operands as the PTX ISA draws them, and what has to be waited for."""
 
 from collections.abc import Callable
 
@@ -107,6 +107,7 @@ def simple(between: str = "", *, fences: str = FENCES, done: str = DONE, wait: s
         (simple(fences=FENCES.replace("bar.sync 0;", "")), r"reads what another thread wrote and no barrier"),
         (simple(fences=FENCES.replace("wgmma.fence.sync.aligned;", "")), r"takes %d0 and no wgmma\.fence"),
         (simple(fences=f"{FENCES} mov.b32 %d3, 0;"), r"takes %d3 and no wgmma\.fence lies between"),
+        (simple(fences=f"{FENCES} setp.lt.s32 %p0, %r0, 32; @%p0 bra $L0;", after=f"$L0: {STORE}"), r"96 at wgmma"),
         (simple(fences=f"mov.b64 %b, 2048; {FENCES}"), r"goes beyond the shared memory"),
     ],
 )
@@ -122,10 +123,6 @@ def test_what_a_product_has_not_done_or_does_not_see_is_an_error(body: str, mess
     [
         (simple().replace("0, 1, 1", "0, -1, 1"), r"instruction wgmma\.mma_async"),
         (simple(fences=f"mov.b64 %b, {1 << 49}; {FENCES}"), r"instruction wgmma\.mma_async"),
-        (
-            simple(fences=f"{FENCES} setp.lt.s32 %p0, %r0, 32; @%p0 bra $L0;", after=f"$L0: {STORE}"),
-            r"of a block alone",
-        ),
     ],
 )
 def test_what_is_not_known_of_a_product_is_refused(body: str, message: str, executed: Executed) -> None:
@@ -153,3 +150,124 @@ def test_matrices_are_stored_as_they_are_loaded(
     expected = squares if loaded == stored else squares.swapaxes(1, 2)
     found = executed(body, matrices, shared=2048)[:words].numpy().view(np.int16).reshape(-1, 8, 8)
     assert np.array_equal(found, expected)
+
+
+# One thread's products, whose sums are in tensor memory.
+ALLOCATED, BARRIER, BLACKWELLS = SHARED, SHARED + 8, SHARED + 16
+ELECTED = "elect.sync %r12|%p2, -1; setp.lt.u32 %p0, %r0, 32; and.pred %p3, %p2, %p0;"
+PREPARED = f"""mov.b32 %r9, {ALLOCATED}; mov.b32 %r11, {BARRIER}; setp.lt.u32 %p0, %r0, 32; setp.eq.u32 %p1, %r0, 0;
+@%p0 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r9], 64;
+@%p1 mbarrier.init.shared::cta.b64 [%r11], 1; bar.sync 0; ld.shared.b32 %r10, [%r9];
+shr.u32 %r15, %r0, 5; shl.b32 %r15, %r15, 21; add.s32 %r14, %r10, %r15; mov.pred %p4, 0; mov.pred %p5, -1;"""
+COMMIT = "@%p3 tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r11];"
+AWAITED = "$W: mbarrier.try_wait.parity.shared::cta.b64 %p6, [%r11], 0; @!%p6 bra $W;"
+TURNED_A, TURNED_B = 1 << 15, 1 << 16
+ROWS = "{" + ", ".join(f"%d{at}" for at in range(8)) + "}"
+LOADED = f"tcgen05.ld.sync.aligned.16x32bx2.x8.b32 {ROWS}, [%r14], 8; tcgen05.wait::ld.sync.aligned;"
+STORED = f"tcgen05.st.sync.aligned.32x32b.x8.b32 [%r14+32], {ROWS};"
+STORED_IS_THERE, NEXT = "tcgen05.wait::st.sync.aligned;", "fence.proxy.async; bar.sync 0;"
+
+
+def shape(m: int) -> int:
+    """The instruction descriptor: sums in fp32, operands in bf16, N columns and m rows."""
+    return 1 << 4 | 1 << 7 | 1 << 10 | N // 8 << 17 | m // 16 << 24
+
+
+def asked(descriptor: int, a: str = "%a") -> str:
+    """A product and the same once more, added to it, by one thread."""
+    product = "@%p3 tcgen05.mma.cta_group::1.kind::f16 [%r10]"
+    return f"mov.b32 %r13, {descriptor}; {ELECTED} {product}, {a}, %b, %r13, %p4; {product}, {a}, %b, %r13, %p5;"
+
+
+def on_blackwell(m: int, executed: Executed, body: str, words: torch.Tensor) -> NDArray[np.float32]:
+    """The sums that registers hold in the end: of 64 rows half of every warp's lanes have half of the columns."""
+    row, count = 4 * THREADS, N if m == 128 else N // 2
+    stores = "".join(f"st.global.b32 [%rd1+{row * at}], %d{at};" for at in range(1, count))
+    body = f"{body} {STORE} {stores}".replace("%d<8>", "%d<16>")
+    found = executed(body, words, THREADS, "sm_100", outputs=count, shared=BLACKWELLS)
+    held = found.view(torch.float32).numpy().reshape(count, THREADS).T
+    if m == 128:
+        return held
+    halves = held.reshape(4, 2, 16, 8)
+    return np.concatenate([halves[:, 0], halves[:, 1]], -1).reshape(m, N)
+
+
+@pytest.mark.parametrize("width", MODES)
+@pytest.mark.parametrize(("a_turned", "b_turned"), [(False, False), (True, True)])
+@pytest.mark.parametrize("m", [64, 128])
+def test_a_thread_multiplies_into_tensor_memory(
+    m: int, width: int, a_turned: bool, b_turned: bool, executed: Executed
+) -> None:
+    random = np.random.default_rng(width)
+    a, b = random.integers(-8, 9, (m, K)), random.integers(-8, 9, (N, K))
+    in_a, of_a = laid_out(a, width, a_turned)
+    in_b, of_b = laid_out(b, min(width, 2 * N) if b_turned else width, b_turned)
+    words, moves = filled(in_a, in_b)
+    # Modes of a descriptor there are bits 61 to 63, and bit 46 is set.
+    described = operands(of_a | 1 << 46, of_b | 1 << 46)
+    flags = TURNED_A * a_turned | TURNED_B * b_turned
+    every = "{" + ", ".join(f"%d{at}" for at in range(N)) + "}"
+    load = LOADED if m == 64 else f"tcgen05.ld.sync.aligned.32x32b.x{N}.b32 {every}, [%r14];"
+    body = f"{moves} {described} {PREPARED} {NEXT} {asked(shape(m) | flags)} {COMMIT} {AWAITED} {load}"
+    assert np.array_equal(on_blackwell(m, executed, body, words), 2 * a @ b.T)
+
+
+def from_memory(*, there: str = STORED_IS_THERE, between: str = NEXT, behind: str = "", wait: str = AWAITED) -> str:
+    """A product whose A is in tensor memory, a row of 16 numbers in eight columns of a lane."""
+    _, moves = filled(*[np.zeros(8192, np.uint16)] * 2)
+    rows = "".join(f"ld.shared.b32 %d{at}, [%r4+{4 * at}];" for at in range(8))
+    stored = f"bar.sync 0; shl.b32 %r4, %r0, 5; {rows} {STORED} {there} {between}"
+    every = "{" + ", ".join(f"%d{at}" for at in range(N)) + "}"
+    load = f"tcgen05.ld.sync.aligned.32x32b.x{N}.b32 {every}, [%r14];"
+    return f"""{moves} {operands(0, laid_out(np.zeros((N, K), np.int64), 32, False)[1] | 1 << 46)} {PREPARED} {stored}
+    {asked(shape(128), "[%r10+32]")} {COMMIT} {behind} {wait} {load}"""
+
+
+def rows_in_memory() -> tuple[NDArray[np.int64], NDArray[np.int64], torch.Tensor]:
+    random = np.random.default_rng(0)
+    a, b = random.integers(-8, 9, (128, K)), random.integers(-8, 9, (N, K))
+    bits = torch.from_numpy(a).bfloat16().view(torch.int16).numpy().view(np.uint16).ravel()
+    words, _ = filled(np.concatenate([bits, np.zeros(8192 - bits.size, np.uint16)]), laid_out(b, 32, False)[0])
+    return a, b, words
+
+
+def test_a_product_takes_rows_from_tensor_memory(executed: Executed) -> None:
+    a, b, words = rows_in_memory()
+    assert np.array_equal(on_blackwell(128, executed, from_memory(), words), 2 * a @ b.T)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (from_memory(there=""), r"tcgen05\.mma.* reads what was stored, and no tcgen05\.wait::st since"),
+        (
+            from_memory(between="fence.proxy.async;"),
+            r"tcgen05\.mma.* reads what other threads stored, and no barrier lies between",
+        ),
+        (from_memory(between="bar.sync 0;"), r"tcgen05\.mma.* no fence\.proxy\.async since"),
+        (from_memory(behind=STORED), r"tcgen05\.st.* writes what a product may still read, in tensor memory"),
+        (from_memory(behind="bar.sync 0; st.shared.b32 [%r1+16384], %r0;"), r"writes what a product may still read"),
+        (from_memory(wait=""), r"tcgen05\.ld.* reads what a product is bringing"),
+        (from_memory(wait=LOADED.replace("%r14]", "%r14+40]")), r"reads what nobody has written, in tensor memory"),
+        (from_memory(wait=AWAITED.replace(", 0;", ", 1;")), r"wait for one another: 128 at mbarrier"),
+        (from_memory().replace(COMMIT, ""), r"wait for one another: 128 at mbarrier\.try_wait"),
+        (from_memory().replace("@%p1 mbarrier.init.shared::cta.b64 [%r11], 1;", ""), r"finds no barrier at byte 20488"),
+    ],
+)
+def test_what_tensor_memory_does_not_have_yet_is_an_error(body: str, message: str, executed: Executed) -> None:
+    with pytest.raises(SharedMemoryError, match=message):
+        on_blackwell(128, executed, body, rows_in_memory()[2])
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (str(shape(128)), str(shape(128) | 1 << 13)),  # a negated A
+        (str(shape(128)), str(shape(256))),
+        ("and.pred %p3, %p2, %p0;", "mov.pred %p3, %p0;"),  # more than one thread
+        ("b32 [%r9], 64;", "b32 [%r9], 1024;"),
+    ],
+)
+def test_what_is_not_known_of_tensor_memory_is_refused(old: str, new: str, executed: Executed) -> None:
+    with pytest.raises(CannotRunError, match=r"instruction tcgen05\."):
+        on_blackwell(128, executed, from_memory().replace(old, new), rows_in_memory()[2])

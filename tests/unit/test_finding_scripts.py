@@ -23,7 +23,7 @@ FORM = re.compile(
     r'folder="\$\(mktemp -d\)"\n'
     r"trap 'rm -rf \"\$folder\"' EXIT\n"
     r'"\$\{PYTHON:-python3\}" -m venv "\$folder/venv"\n'
-    r'"\$folder/venv/bin/pip" install --quiet --only-binary :all: (?P<pins>[^\n]*)\n'
+    r'"\$folder/venv/bin/pip" install --quiet --no-compile --only-binary :all: (?P<pins>[^\n]*)\n'
     r"\"\$folder/venv/bin/python\" - <<'PYTHON'\n(?P<body>.*)PYTHON\n",
     re.DOTALL,
 )
