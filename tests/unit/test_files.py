@@ -410,8 +410,9 @@ def test_a_kernel_of_ours_goes_along_and_has_the_verdict_of_check_interpreted(
 def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Calls in which planted defects show, with a feature."""
     path = tmp_path_factory.mktemp("questions") / "calls"
-    words = ["--cases", "random,random_causal,sink_tie,strided_views,log_sum_exp,served[alibi]", "--heads", "16"]
-    assert export.main([str(path), *words, "--takes", "causal,oblong_causal,gqa,scale,blind_rows,alibi"]) == 0
+    words = ["--cases", "random,random_causal,sink_tie,strided_views,log_sum_exp,served[alibi],cached[descale]"]
+    takes = "causal,oblong_causal,gqa,scale,blind_rows,alibi,descale,pages,padding"
+    assert export.main([str(path), *words, "--heads", "16", "--takes", takes]) == 0
     return path
 
 
@@ -444,7 +445,9 @@ def test_gate_compare_and_page_take_what_was_judged_and_say_who_states_the_devic
         ("strided_views", "strides_of_v_ignored"),
         ("log_sum_exp", "returned_in_base_two"),
         ("served[alibi]", "alibi_of_the_first_head"),
+        ("cached[descale]", "factors_transposed"),
         ("served[alibi]", "tiled"),
+        ("cached[descale]", "tiled"),
     ],
 )
 def test_a_planted_defect_fails_by_the_same_checks_and_a_sound_kernel_with_features_passes(

@@ -120,7 +120,7 @@ class _RecordedCall(Call):
 
 
 def _is_finite(tensors: Tensors) -> bool:
-    return all(bool(x.isfinite().all()) for x in tensors.values())
+    return all(bool(x.float().isfinite().all()) for x in tensors.values())
 
 
 def run_words(folder: Path, options: Mapping[str, str], declared: Mapping[str, str]) -> list[str]:
