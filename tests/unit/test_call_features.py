@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from tiebreak.backends.backend import CPU
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.backends.torch_arithmetic import TorchArithmetic
 from tiebreak.cases.batch import Batch
@@ -42,6 +43,7 @@ from tiebreak.kernels.formats import BF16, FP32, Formats
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import run_declared
 from tiebreak.kernels.reference import reference, reference_gradients, sink_gradient
+from tiebreak.matrix.trial import failed_trial
 
 pytestmark = pytest.mark.quick
 
@@ -281,6 +283,17 @@ def test_a_kernel_that_needs_pages_is_asked_no_call_without(tmp_path: Path) -> N
     kernel = external_kernel(f"{tmp_path / 'mine.py'}:f")
     assert "--features pages" in str(kernel.missing_requirement(PLAIN))
     assert kernel.missing_requirement(asking((PAGES,))) is None
+
+
+@pytest.mark.parametrize(("dimensions", "asked"), [(2, ALIBI), (1, OWN_SLOPES)])
+def test_slopes_of_a_sequence_are_tried_and_those_of_all_are_taken(
+    tmp_path: Path, dimensions: int, asked: Feature
+) -> None:
+    text = f"assert alibi_slopes is None or alibi_slopes.dim() == {dimensions}"
+    (tmp_path / "mine.py").write_text(f"def f(q, k, v, scale=None, alibi_slopes=None):\n    {text}\n    return q\n")
+    inputs = replace(asking((asked,)), k=PLAIN.q, v=PLAIN.q, formats=Formats.of(BF16))
+    reason = failed_trial(CPU, external_kernel(f"{tmp_path / 'mine.py'}:f"), inputs)
+    assert (reason is not None) == (asked is OWN_SLOPES), "a declared parameter that raises is no reason to skip"
 
 
 def test_a_kernel_that_adds_a_bias_before_its_soft_cap_is_asked_no_other_order(tmp_path: Path) -> None:
