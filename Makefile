@@ -27,7 +27,7 @@ DONE := $(PY) -c 'import tiebreak.matrix.plugin' && touch $(STAMP)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv quick matrix platforms training test lint suite levels docs studies tables bench bench-gpu resolve dist release clean
+.PHONY: help venv quick matrix platforms training test lint suite levels docs studies findings tables bench bench-gpu resolve dist release clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -112,8 +112,16 @@ docs: $(FULL)  ## the documentation as a site: out/docs/site/index.html
 STUDY ?= alarms power bounds
 alarms := alarms --seeds $(SEEDS)
 bounds := spread --seeds $(SEEDS) --write
-studies: $(STAMP)  ## what takes hours, and resumes: STUDY=alarms, power, bounds, budget, costs, bits, identification, mma_sim, reinforce or tolerance
+studies: $(STAMP)  ## what takes hours, and resumes: STUDY=alarms, power, bounds, budget, costs, bits, identification, mma_sim, models, reinforce or tolerance
 	$(foreach study,$(STUDY),$(PY) -m tiebreak.studies.$(or $($(study)),$(study)) $(ARGS) &&) true
+
+# Each in an environment of its own, with versions of its own: no constraint of this project holds there.
+FINDING ?= *
+findings:  ## the scripts of findings/, which install what they ask (GBs, half an hour): FINDING=name
+	@status=0; for script in findings/$(FINDING).sh; do \
+	  echo "$$script"; \
+	  env -u PIP_CONSTRAINT -u PIP_BUILD_CONSTRAINT "$$script" || { echo "CHANGED, or not run: $$script"; status=1; }; \
+	done; exit $$status
 
 tables: $(STAMP)  ## the tables of docs/ that are made from kept results, or emulated; ARGS=--stale names stale ones
 	$(PY) -m tiebreak.studies $(ARGS)

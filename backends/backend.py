@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.backends.platform import emulated
-from tiebreak.backends.probes import fingerprint
+from tiebreak.backends.probes import fingerprint, plan_changes
 from tiebreak.backends.torch_arithmetic import TorchArithmetic
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
@@ -41,6 +41,7 @@ class Backend:
     #: How products are added up on the device, as plans name it; see `tiebreak.backends.emulation.accumulators`.
     accumulators: Mapping[Accumulator, Callable[[Tensor, Tensor], Tensor]] = field(default_factory=dict, compare=False)
     bits: str = "bits on this machine"  # what a plan rests on that is told by them
+    resident: bool = True  # whether kernels run in this process, and may leave something behind in it
 
     @property
     def evidence(self) -> str:
@@ -114,6 +115,10 @@ class Backend:
     def fingerprint(self) -> Mapping[str, str | float]:
         """Return measured properties of the device's arithmetic, for the record of a run."""
         return fingerprint(self.arithmetic, self.device)
+
+    def plan_changes(self) -> tuple[str, ...]:
+        """Return what plans must say of the device's 16-bit products, as `tiebreak.backends.probes.plan_changes`."""
+        return () if self.predicts else plan_changes(self.arithmetic, self.device)
 
     def in_use(self) -> AbstractContextManager[Collection[str]]:
         """Return the context to run kernels in; it yields what is assumed of a device that is absent."""

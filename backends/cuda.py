@@ -22,11 +22,11 @@ from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.flex import flex
 from tiebreak.kernels.kernel import Kernel, first_line
 from tiebreak.kernels.plans import Accumulator, Cast
-from tiebreak.kernels.sdpa import gpu_sdpa_kernels
+from tiebreak.kernels.sdpa import ON_GPUS, forced, sdpa_math
 from tiebreak.kernels.triton.loading import installed
 from tiebreak.kernels.triton.roster import triton_kernels
 from tiebreak.kernels.varlen import varlen
-from tiebreak.kernels.vendor import exact_products
+from tiebreak.kernels.vendor import exact_products, fused_on_gpu
 
 _FIRST_WITH_BF16 = (8, 0)  # compute capability
 
@@ -59,6 +59,12 @@ def unavailable() -> str | None:
             reason = f"{torch.cuda.get_device_name(device)} ({_gpu_arch(device)}) has no bf16, which needs sm_{needed}"
             return reason if count == 1 else f"{reason}; leave it out with {_visible_variable()}"
     return None
+
+
+def gpu_sdpa_kernels() -> tuple[Kernel, ...]:
+    """Return PyTorch's kernels on a GPU: FlashAttention-2, cuDNN's, the memory-efficient one, the composed one."""
+    kernels = (forced(name, each, fused_on_gpu(block)) for name, (each, block) in ON_GPUS.items())
+    return (*kernels, sdpa_math())
 
 
 @cache

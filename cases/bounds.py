@@ -164,8 +164,8 @@ class ErrorBounds:
         ref, plan = self.ref, declaration.plan.in_formats(self.inputs.formats)
         # In place from here on: a fresh large tensor costs as much as what is computed into it.
         scale = _narrowing(plan.scale) + _narrowing(plan.divisor) + _narrowing(plan.log2_e)
-        made_anew = self.inputs.softcap or self.inputs.bias is not None
-        raw = products(self.inputs) if made_anew else ref.s
+        added = self.inputs.added
+        raw = ref.s if added is None and not self.inputs.softcap else products(self.inputs)
         ds = raw.abs().mul_(scale + _narrowing(plan.qk) + _roundoff(plan.s)).add_(self._product_error)
         if plan.q8 is not None or plan.k8 is not None:
             ds.add_(self._eight_bits(plan))
@@ -175,8 +175,8 @@ class ErrorBounds:
         if self.inputs.softcap:  # at most twice the cap, whatever went before
             in_tanh = _TANH_ERROR + 4 * FP32.unit_roundoff + _roundoff(plan.s)
             ds.clamp_(max=2 * self.inputs.softcap).add_(in_tanh * self.inputs.softcap)
-        if self.inputs.bias is not None:  # which is divided by a factor, and that multiplied with, where alpha is left
-            ds.add_(ref.s.abs(), alpha=_roundoff(plan.s)).add_(self.inputs.bias.abs(), alpha=2 * FP32.unit_roundoff)
+        if added is not None:  # which is divided by a factor, and that multiplied with, where alpha is left
+            ds.add_(ref.s.abs(), alpha=_roundoff(plan.s)).add_(added.abs(), alpha=2 * FP32.unit_roundoff)
         if self.inputs.is_rescaled:
             ds.add_(raw.abs(), alpha=2 * FP32.unit_roundoff)
         return ds

@@ -56,6 +56,7 @@ class _Layer:
     keys: int  # keys used, the first: all that these queries see
     made: bool = False  # whether nothing in it is taken for a mistake of its writer
     padded: bool = False  # whether it says which keys take part
+    forward: bool = False  # whether it is of a forward pass alone, without dO
     cut: str = ""  # what of the call is not used
     order: str = "bhnd"  # of the dimensions in memory, as a kernel gets them
 
@@ -130,7 +131,7 @@ def _case(layer: _Layer, name: re.Match[str], folder: Path) -> Case:
         layer.path.name,
         partial(_inputs, layer=layer),
         failure=True,
-        gradients=True,
+        gradients=not layer.forward,
         chaotic=layer.made,
         fixed_heads=fixed_heads,
         group="captured from training runs",
@@ -171,16 +172,18 @@ def _layer(path: Path, file: Any, number: str) -> _Layer:
         alpha = None if scale is None else float(scale)
     if alpha is not None and not 0 < alpha < math.inf:
         raise CapturedError(f"{path}: metadata scale is {scale}; expected a positive number, or none for 1/sqrt(d)")
-    if missing := sorted({keys_of[part] for part in _PARTS} - set(file.keys())):
+    has, forward = set(file.keys()), words.get("forward") == "true"
+    parts = _PARTS[:-1] if forward else _PARTS
+    if missing := sorted({keys_of[part] for part in parts} - has):
         raise CapturedError(f"{path}: {', '.join(missing)} is missing")
-    slices = {part: file.get_slice(keys_of[part]) for part in _PARTS}
+    slices = {part: file.get_slice(keys_of[part]) for part in parts}
     fmt = _format(path, {keys_of[part]: tensor.get_dtype() for part, tensor in slices.items()})
     shapes = {part: tuple(tensor.get_shape()) for part, tensor in slices.items()}
     made = words.get("made") == "true"
     _check_shapes(path, number, causal == "true" and not made, shapes)
     (batch, heads, queries, _), (_, key_heads, keys, _) = shapes["q"], shapes["k"]
     groups, padding = heads // key_heads, keys_of["key_padding"]
-    padded = padding in set(file.keys())
+    padded = padding in has
     if padded and (shape := file.get_slice(padding).get_shape()) not in ([keys], [batch, keys]):
         raise CapturedError(f"{path}: {padding} {shape}; expected [{keys}] or [{batch}, {keys}], a number a key")
     fields = path, number, causal == "true", alpha, fmt, groups
@@ -190,16 +193,18 @@ def _layer(path: Path, file: Any, number: str) -> _Layer:
         left = zip(whole.items(), (used, rows, seen), strict=True)
         cut = ", ".join(f"{n - kept:,} {what} of {n:,}" for (what, n), kept in left if kept < n)
         entries, each = (used // heads, heads) if used > heads else (1, used)
-        return _Layer(*fields, entries, each, rows, seen, padded=padded, cut=cut)
+        return _Layer(*fields, entries, each, rows, seen, padded=padded, forward=forward, cut=cut)
     order = words.get("order", _ORDERS[0])
     if order not in _ORDERS:
         raise CapturedError(f"{path}: metadata layer{number}.order is {order}; expected one of {', '.join(_ORDERS)}")
-    return _Layer(*fields, batch, heads, queries, keys, made, padded, order)  # small, and all of it matters
+    return _Layer(
+        *fields, batch, heads, queries, keys, made, padded, forward, order=order
+    )  # small, and all of it matters
 
 
 def _format(path: Path, dtypes: Mapping[str, str]) -> Format:
     """Return the format of a layer. Training may leave dO in fp32: it is rounded like any fp32 tensor."""
-    ours, *others, do = dtypes.values()
+    ours, *others, do = [*dtypes.values(), "F32"][:4]
     if ours not in _FORMATS or set(others) != {ours} or do not in {ours, "F32"}:
         shown = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
         raise CapturedError(f"{path}: {shown}; expected one of {', '.join(_FORMATS)} for all four, or F32 for do alone")
@@ -211,9 +216,9 @@ def _check_shapes(path: Path, number: str, causal: bool, shapes: Mapping[str, tu
     if any(len(shape) != 4 or 0 in shape for shape in shapes.values()):
         raise CapturedError(f"{path}: {shown}; expected (batch, heads, tokens, d), none of them 0")
     # The inputs' own check, on tensors without data.
-    q, k, v, do = (torch.empty(shapes[part], device="meta") for part in _PARTS)
+    q, k, v, *do = (torch.empty(shape, device="meta") for shape in shapes.values())
     try:
-        AttentionInputs(q, k, v, do, Formats.of(BF16))
+        AttentionInputs(q, k, v, do[0] if do else q.new_empty(*q.shape[:3], v.shape[3]), Formats.of(BF16))
     except ValueError as error:
         raise CapturedError(f"{path}: {shown}: {error}") from error
     if causal and q.shape[2] > k.shape[2]:
@@ -242,10 +247,12 @@ def _load(layer: _Layer) -> tuple[dict[str, Tensor], Tensor | None]:
     """Return the used part of q, k, v and dO, in fp32, and which keys take part, bool (batch, keys)."""
     with _opened(layer.path) as file:
         tensors = {}
-        for part in _PARTS:
+        for part in _PARTS[:-1] if layer.forward else _PARTS:
             of_q = part in {"q", "do"}
             rows, heads = (layer.rows, layer.heads) if of_q else (layer.keys, layer.heads // layer.groups)
             tensors[part] = file.get_slice(layer.key(part))[: layer.entries, :heads, :rows].float()
+        if layer.forward:  # nothing is asked of its gradients
+            tensors["do"] = torch.ones(*tensors["q"].shape[:3], tensors["v"].shape[3])
         if not layer.padded:
             return tensors, None
         padding = file.get_tensor(layer.key("key_padding")).bool()[..., : layer.keys]

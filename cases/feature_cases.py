@@ -35,8 +35,10 @@ from tiebreak.cases.case import (
 )
 from tiebreak.cases.scripted import SCRIPTED, named
 from tiebreak.kernels.features import (
+    ALIBI,
     BIAS,
     BLOCK_MASK,
+    CAPPED_BIAS,
     CAUSAL,
     DESCALE,
     FEATURES,
@@ -245,6 +247,11 @@ def _own_ends(inputs: AttentionInputs, _: Draw) -> AttentionInputs:
     return replace(inputs, causal=True, own_ends=True, key_padding=inputs.key_padding | rows)
 
 
+def slopes(draw: Draw, *shape: int) -> Tensor:
+    """Draw slopes of ALiBi of 8 bits, whose products with a distance are exact; some heads see far."""
+    return (2.0 ** -draw.uniform(1.0, 9.0, *shape)).bfloat16().float()
+
+
 def _both_sides(inputs: AttentionInputs, draw: Draw) -> AttentionInputs:
     """Add a window whose edges cross every tile, and which has a right side where no causal mask is."""
     more = 8 * (draw.batch % 2)
@@ -282,8 +289,10 @@ VARIED: Mapping[Feature, Callable[[AttentionInputs, Draw], AttentionInputs]] = {
     WINDOW: _both_sides,
     BLOCK_MASK: _other_blocks,
     BIAS: lambda inputs, draw: replace(inputs, bias=draw.rounded(draw.normal(*inputs.q.shape[:3], inputs.k.shape[2]))),
+    ALIBI: lambda inputs, draw: replace(inputs, alibi=slopes(draw, inputs.q.shape[1])),
     # Large enough to show in scores of about 1, and more in their gradients.
     SOFTCAP: lambda inputs, draw: replace(inputs, softcap=2.0 / (1 + draw.batch % 2)),
+    CAPPED_BIAS: lambda inputs, _: replace(inputs, capped_bias=True),
     # A logit of every head's own, about as large as a row's log-sum-exp.
     SINK: lambda inputs, draw: replace(inputs, sink=(4.0 + 2.0 * draw.normal(inputs.q.shape[1])).bfloat16().float()),
     PAGES: _other_pages,
@@ -294,6 +303,7 @@ _TRAINED = (
     *("lengths", "window", "block_mask", "bias", "softcap", "sink", "window.sink", "window.softcap", "window.lengths"),
     *("window.gqa", "window.bias", "sink.softcap", "sink.lengths", "sink.gqa", "softcap.lengths", "softcap.bias"),
     *("softcap.gqa", "lengths.gqa", "lengths.value_dim", "bias.padding", "bias.gqa", "block_mask.gqa"),
+    *("alibi", "alibi.lengths", "alibi.gqa", "softcap.bias.capped_bias"),
 )
 _CACHED = (
     *("pages", "pages.padding", "pages.padding.hidden_nan", "pages.gqa", "pages.softcap", "pages.sink", "pages.window"),
@@ -360,7 +370,7 @@ def _padding(inputs: AttentionInputs, _: float | None) -> AttentionInputs:
 
 def _weakest_first(inputs: AttentionInputs, weakest: int) -> AttentionInputs:
     """Move the keys that weigh least in any row of a head before all others, where only their order changes."""
-    if inputs.masks() or inputs.bias is not None:
+    if inputs.masks() or inputs.added is not None:
         return inputs
     s = products(inputs)
     weight = (s - s.amax(-1, keepdim=True)).amax(2)
@@ -393,9 +403,13 @@ def _bias(inputs: AttentionInputs, _: float | None) -> AttentionInputs:
     return replace(inputs, bias=-0.5 * (1.0 + torch.arange(heads) % 4)[None, :, None, None])
 
 
+def _usual_slopes(inputs: AttentionInputs) -> Tensor:
+    return 0.5 ** (1.0 + torch.arange(inputs.q.shape[1]) % 8)
+
+
 def _sink(inputs: AttentionInputs, below: float | None) -> AttentionInputs:
     """Add a sink `below` the lowest maximum of a head's rows, rounded to the inputs' format."""
-    s = products(inputs) if inputs.bias is None else products(inputs) + inputs.bias
+    s = products(inputs) if inputs.added is None else products(inputs) + inputs.added
     hidden = inputs.hidden()
     top = (s if hidden is None else s.masked_fill(hidden, -torch.inf)).amax(-1)
     lowest = top.masked_fill(top == -torch.inf, torch.inf).amin((0, 2)).nan_to_num(nan=0.0, posinf=0.0)
@@ -431,6 +445,7 @@ _ADDED: Mapping[str, _Added] = {
         _Added(WINDOW, _window, "keys before a row's own"),
         _Added(BLOCK_MASK, _block_mask),
         _Added(BIAS, _bias),
+        _Added(ALIBI, lambda inputs, _: replace(inputs, alibi=_usual_slopes(inputs)), claims_stay=False),
         # 50 is Gemma 2's.
         _Added(SOFTCAP, lambda inputs, cap: replace(inputs, softcap=50.0 if cap is None else cap), "the cap"),
         _Added(SINK, _sink, "how far below the row's maximum"),

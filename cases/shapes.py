@@ -2,7 +2,7 @@
 
 import math
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from itertools import accumulate, combinations, product
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tiebreak.cases.case import Draw
-from tiebreak.cases.feature_cases import VARIED
+from tiebreak.cases.feature_cases import VARIED, slopes
 from tiebreak.kernels.features import DESCALE
 from tiebreak.kernels.inputs import AttentionInputs
 
@@ -22,6 +22,7 @@ _DO = 4.0  # of this size P dP leaves fp16 where dO is a thousand times as large
 _BLOCK, _SPARE = 64, 3  # rows and keys of a block of a mask; pages of a pool that hold no key
 _AXES = "bhqk"  # of a bias or a block mask
 _DRAWN = 4099  # entries of a batch, at most, that are drawn: a prime, so that entries 2^n apart are not the same ones
+_Pair = tuple[tuple[str, Any], tuple[str, Any]]  # values of two dimensions, in their order
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class ShapedCall:
     page: int = 16  # keys of a page
     softcap: float = 1.5
     lse: float = 0.0  # what all scores are lowered by
+    v_in_k: bool = False  # whether V is the first columns of K, in the same memory
 
     @property
     def words(self) -> str:
@@ -65,6 +67,7 @@ class ShapedCall:
             draw.rounded(draw.normal(drawn, *size)).repeat(-(-self.batch // drawn), 1, 1, 1)[: self.batch]
             for size in (*sizes, (self.heads, self.queries, d_v))
         )
+        v = k[..., :d_v] if self.v_in_k else v
         if self.lse:
             q[..., 0], k[..., 0] = self.lse, math.sqrt(d)
         inputs = AttentionInputs(q, k, v, _DO * do, draw.formats, causal=self.causal)
@@ -79,6 +82,11 @@ def _shape(inputs: AttentionInputs, call: ShapedCall, rows: int, keys: int) -> t
 def _bias(inputs: AttentionInputs, call: ShapedCall, draw: Draw) -> AttentionInputs:
     shape = _shape(inputs, call, inputs.q.shape[2], inputs.k.shape[2])
     return replace(inputs, bias=draw.rounded(draw.normal(*shape)))
+
+
+def _alibi(inputs: AttentionInputs, call: ShapedCall, draw: Draw) -> AttentionInputs:
+    """Draw slopes (heads,), or (batch, heads) where these alone are full."""
+    return replace(inputs, alibi=slopes(draw, *inputs.q.shape[call.full != "bh" : 2]))
 
 
 def _block_mask(inputs: AttentionInputs, call: ShapedCall, draw: Draw) -> AttentionInputs:
@@ -117,6 +125,7 @@ _ADDED: Mapping[str, Callable[[AttentionInputs, ShapedCall, Draw], AttentionInpu
     "softcap": lambda inputs, call, _: replace(inputs, softcap=call.softcap),
     "sink": lambda inputs, _, draw: replace(inputs, sink=draw.normal(inputs.q.shape[1]).bfloat16().float()),
     "bias": _bias,
+    "alibi": _alibi,
     "block_mask": _block_mask,
     "padding": _padding,
     "lengths": _lengths,
@@ -155,17 +164,23 @@ def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
-def covering(values: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
+def covering(values: Mapping[str, Sequence[Any]], never: Set[_Pair] = frozenset()) -> Iterator[dict[str, Any]]:
     """Yield few choices, a value of each dimension, so that every two values of two dimensions meet in one at least.
+
+    Those of `never` don't: packed sequences are a batch of 1.
 
     Greedy, after AETG (Cohen et al., "The AETG system", IEEE Transactions on Software Engineering 23, 1997): each
     choice begins with a pair that has not met, and takes of every other dimension the value that meets most.
     """
     left = {((a, x), (b, y)): None for a, b in combinations(values, 2) for x, y in product(values[a], values[b])}
+    left = {pair: None for pair in left if pair not in never}
     while left:
         chosen = dict(next(iter(left)))
         for name in [name for name in values if name not in chosen]:
-            chosen[name] = max(values[name], key=partial(_meets, left, values, chosen, name))
+            possible = [
+                x for x in values[name] if never.isdisjoint(_pair(values, (name, x), y) for y in chosen.items())
+            ]
+            chosen[name] = max(possible, key=partial(_meets, left, values, chosen, name))
         for a, b in combinations(chosen.items(), 2):
             left.pop(_pair(values, a, b), None)
         yield chosen
@@ -178,7 +193,7 @@ def _meets(
     return sum(_pair(values, (name, value), other) in left for other in chosen.items())
 
 
-def _pair(values: Mapping[str, Any], a: tuple[str, Any], b: tuple[str, Any]) -> tuple[tuple[str, Any], tuple[str, Any]]:
+def _pair(values: Mapping[str, Any], a: tuple[str, Any], b: tuple[str, Any]) -> _Pair:
     order = list(values)
     return (a, b) if order.index(a[0]) < order.index(b[0]) else (b, a)
 

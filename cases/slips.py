@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.kernels.inputs import AttentionInputs
-from tiebreak.kernels.reference import Reference, log_sum_exp, products, reference_gradients
+from tiebreak.kernels.reference import Reference, log_sum_exp, reference_gradients, scores
 
 _TILES = (16, 32, 64, 128)  # numbers of keys that kernels work in
 
@@ -39,10 +39,10 @@ def slips(inputs: AttentionInputs) -> Iterator[Slip]:
         yield Slip("scores are capped before they are scaled", replace(inputs, softcap=cap * inputs.scale))
         yield Slip("the tanh is of scores that are not divided by the cap", _rescaled(inputs, cap))
         yield Slip("the soft cap is not applied", replace(inputs, softcap=0.0))
-        if inputs.bias is not None:  # as ONNX has it: c tanh((s + b) / c) = c tanh(s / c) + b', of another bias b'
-            s = products(inputs)
-            both = cap * ((s + inputs.bias.double()) / cap).tanh() - cap * (s / cap).tanh()
-            yield Slip("the bias is added before the soft cap", replace(inputs, bias=both.float()))
+        if inputs.added is not None:
+            order = "after" if inputs.capped_bias else "before"
+            yield Slip(f"the bias is added {order} the soft cap", replace(inputs, capped_bias=not inputs.capped_bias))
+    yield from _of_biases(inputs)
     yield from _of_masks(inputs)
     yield from _of_keys(inputs)
     if inputs.groups > 1 and inputs.k.shape[1] > 1 and not inputs.is_rescaled:
@@ -61,6 +61,30 @@ def slips(inputs: AttentionInputs) -> Iterator[Slip]:
         yield Slip("heads and rows are taken for each other", replace(inputs, q=q, k=k, v=v, do=do), turned=True)
 
 
+def _of_biases(inputs: AttentionInputs) -> Iterator[Slip]:
+    """Yield the mistakes with what is added to scores; ALiBi's distances are counted backwards from a row's own key."""
+    if inputs.added is not None:
+        yield Slip("the bias is scaled", _biased(inputs, inputs.added * inputs.scale))
+    if inputs.alibi is None:
+        return
+    queries, keys = inputs.q.shape[2], inputs.k.shape[2]
+    behind = torch.arange(queries)[:, None] + (0.0 if inputs.lengths else keys - queries) - torch.arange(keys)
+    others = {
+        "the slopes of ALiBi are left out": 0.0 * behind,
+        "ALiBi raises the scores of keys far away": -behind.abs(),
+        "ALiBi raises the scores of keys ahead of a row's own": behind,
+        "ALiBi's distances are counted from row i to key i": (behind + queries - keys).abs(),
+    }
+    for about, distance in others.items():
+        alibi = -inputs.alibi.view(-1, inputs.q.shape[1], 1, 1) * distance
+        yield Slip(about, _biased(inputs, alibi if inputs.bias is None else inputs.bias + alibi))
+
+
+def _biased(inputs: AttentionInputs, bias: Tensor) -> AttentionInputs:
+    """Return inputs with one bias instead of all."""
+    return replace(inputs, bias=bias, alibi=None)
+
+
 @dataclass(frozen=True)
 class GradientSlip:
     """One mistake of a backward pass after a sound forward pass."""
@@ -71,7 +95,7 @@ class GradientSlip:
 
 def gradient_slips(inputs: AttentionInputs, ref: Reference) -> Iterator[GradientSlip]:
     """Yield every mistake that changes some gradient of some inputs."""
-    exact, groups, p = reference_gradients(inputs, ref), inputs.groups, (ref.s - log_sum_exp(inputs, ref)).exp()
+    exact, groups, lse = reference_gradients(inputs, ref), inputs.groups, log_sum_exp(inputs, ref)
     default_scale = inputs.q.shape[-1] ** -0.5
     factors = {
         "the scale is missing": 1 / inputs.scale,
@@ -100,10 +124,9 @@ def gradient_slips(inputs: AttentionInputs, ref: Reference) -> Iterator[Gradient
     }
     if inputs.softcap:
         yield GradientSlip("the soft cap's slope is left out", reference_gradients(replace(inputs, softcap=0.0), ref))
-    for slip in _of_masks(inputs):
-        hidden = slip.inputs.hidden()
-        if hidden is not None:
-            references[slip.about] = replace(ref, p=p.masked_fill(hidden, 0.0))
+    for slip in (*_of_masks(inputs), *_of_biases(inputs)):
+        p, hidden = (scores(slip.inputs) - lse).exp(), slip.inputs.hidden()
+        references[slip.about] = replace(ref, p=p if hidden is None else p.masked_fill(hidden, 0.0))
     for about, changed in references.items():
         yield GradientSlip(about, reference_gradients(inputs, changed))
 

@@ -1,7 +1,6 @@
 """Declarations as text: `flash@fused,s=input,base=2,tile=64`, the way tables print them and --plan takes them."""
 
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
@@ -12,7 +11,6 @@ from tiebreak.kernels.formats import BF16, FP16, FP32, TF32, Format, Rounding, p
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import (
     BACKWARD_POINTS,
-    ISOLATION,
     PLANS,
     STANDARD,
     Accumulator,
@@ -108,44 +106,7 @@ def parse_declaration(text: str) -> Declaration:
             declaration = changed(declaration, key, value)
         except ValueError as error:
             raise ValueError(f"{error} (in {text!r})") from None
-    return replace(declaration, plan=_renamed(declaration.plan, named.plan))
-
-
-def shortest(declaration: Declaration) -> Declaration:
-    """Return the declaration with the same forward pass and the shortest text; ValueError: no text names it.
-
-    Its backward pass is that of the named plan.
-    """
-    rule, algorithm = declaration.shift_rule.name.partition(",")[0], declaration.algorithm
-    name = algorithm.name if rule == "safe" or algorithm is not FLASH_ATTENTION else rule
-    heads = _heads(name) if algorithm.tiled else (_declaration_of(STANDARD.name),)
-    texts = [_as_changes_of(head, declaration) for head in heads]
-    fitting = [named for named in texts if named is not None]
-    if not fitting:
-        raise ValueError("no text names this plan")
-    single_changes = {plan.name for plan in ISOLATION}  # of the paper's plan: named for one point, and whole plans else
-    return min(fitting, key=lambda named: (named.plan.name.count(","), named.plan.name.split(",")[0] in single_changes))
-
-
-@cache
-def _heads(name: str) -> tuple[Declaration, ...]:
-    """Yield a rule, or an algorithm, at every plan that it supports."""
-    heads = []
-    for plan in PLANS:
-        with suppress(ValueError):
-            composed_kernel(f"{name}@{plan}")
-            heads.append(_declaration_of(f"{name}@{plan}"))
-    return tuple(heads)
-
-
-def _as_changes_of(named: Declaration, declaration: Declaration) -> Declaration | None:
-    """Return a declaration's forward pass as changes of a named one; None where changes can't express it."""
-    theirs, ours = named.plan.exponential, declaration.plan.exponential
-    if (theirs.correction, theirs.lanes) != (ours.correction, ours.lanes):
-        return None
-    fields = {field: getattr(declaration.plan, field) for field in FORWARD.values()}
-    plan = _renamed(replace(named.plan, **fields), named.plan)
-    return replace(declaration, plan=plan)
+    return replace(declaration, plan=renamed(declaration.plan, named.plan))
 
 
 @cache
@@ -284,7 +245,7 @@ def _in_blocks(declaration: Declaration, key: str, value: str) -> Declaration:
     return replace(declaration, block=replace(block, queries=int(sizes[0]), keys=int(sizes[-1])), tile_named=True)
 
 
-def _renamed(plan: RoundingPlan, named: RoundingPlan) -> RoundingPlan:
+def renamed(plan: RoundingPlan, named: RoundingPlan) -> RoundingPlan:
     """Return the plan, named after the one that it was made from and after its changes."""
     changes = [f",{key}={value}" for key, value in values_apart(named, plan).items()]
     return replace(plan, name="".join([named.name, *changes]))

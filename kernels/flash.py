@@ -56,11 +56,6 @@ class Block:
             return "one"
         return f"{self.keys}" if self.queries == self.keys else f"{self.queries}x{self.keys}"
 
-    @property
-    def is_one_tile(self) -> bool:
-        """True if a row is one tile."""
-        return self.keys == ONE_TILE.keys and not self.splits and self.order is not TileOrder.PREFIX
-
     def of_keys(self, queries: int, keys: int) -> list[list[slice]]:
         """Return tiles of keys, by split, in the order in which a row takes them; without splits each is one."""
         prefix = max(0, keys - queries) if self.order is TileOrder.PREFIX else 0

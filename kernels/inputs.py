@@ -20,12 +20,16 @@ TORCH_DTYPES: Mapping[Format, torch.dtype] = {BF16: torch.bfloat16, FP16: torch.
 
 # The first dimensions of a call's tensors: b batch, h heads, g key heads. One that is 1 applies to all.
 _DIMENSIONS: Mapping[str, str] = {
-    **dict.fromkeys(("q", "do", "dlse", "bias", "block_mask"), "bh"),
+    **dict.fromkeys(("q", "do", "dlse", "bias", "alibi", "block_mask"), "bh"),
     **dict.fromkeys(("k", "v", "k_descale", "v_descale"), "bg"),
     **dict.fromkeys(("key_padding", "block_table"), "b"),
     "sink": "h",
 }
 _EVERY = slice(None)
+# The fields of a call that are None where it does not ask for a feature.
+_ALIKE = (features.SINK, features.BIAS, features.ALIBI, features.LENGTHS, features.BLOCK_MASK)
+_OTHERS = {features.KEY_PADDING: "key_padding", features.PAGES: "block_table", features.DESCALE: "k_descale"}
+_FIELDS: Mapping[Feature, str] = {each: each.taken for each in _ALIKE} | _OTHERS
 
 _KEPT = 2**20  # elements of a call's tiles, at most, that are kept for later use: long sequences have too many
 
@@ -34,21 +38,20 @@ Sides = tuple[int | None, int | None]  # of a window: keys before a row's own an
 Lengths = tuple[tuple[int, ...], tuple[int, ...]]
 
 
+@lru_cache(maxsize=2)
+def _ahead(queries: int, keys: int, lengths: Lengths | None) -> Tensor:
+    """Return how many keys each lies behind a row's own, the last of the last row; Inf: it is of another sequence."""
+    ahead = torch.full((queries, keys), torch.inf)
+    for (first, end), (key, last) in zip(*map(pairwise, lengths or ((0, queries), (0, keys))), strict=True):
+        ahead[first:end, key:last] = (torch.arange(key, last) - torch.arange(last - end + first, last)[:, None]).float()
+    return ahead
+
+
 @lru_cache(maxsize=4)
 def _outside(queries: int, keys: int, sides: Sides, lengths: Lengths | None) -> Tensor:
-    """Return a bool tensor (1, 1, queries, keys), True where a window hides a key; cached for all steps of a training.
-
-    The last row's own key is the last, in each packed sequence. In causal attention no keys follow it.
-    """
-    hidden = torch.ones(queries, keys, dtype=torch.bool)
-    for begun in zip(*map(pairwise, lengths or ((0, queries), (0, keys))), strict=True):
-        rows, columns = (slice(*ends) for ends in begun)
-        every, (left, right) = hidden[rows, columns].clone(), sides
-        diagonal = every.shape[1] - every.shape[0]
-        behind = torch.zeros_like(every) if right is None else every.triu(diagonal + right + 1)
-        before = torch.zeros_like(every) if left is None else every.tril(diagonal - left - 1)
-        hidden[rows, columns] = behind | before
-    return hidden[None, None]
+    """Return a bool (1, 1, queries, keys), True where a window hides a key; cached for all steps of a training."""
+    ahead, (left, right) = _ahead(queries, keys, lengths), (queries + keys if side is None else side for side in sides)
+    return ((ahead < -left) | (ahead > right))[None, None]
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,8 @@ class AttentionInputs:
     softcap: float = 0.0  # c: scores s become c tanh(s / c); 0: they don't
     sink: Tensor | None = None  # (heads,), a logit a head that takes part in the row's sum alone, with no V
     bias: Tensor | None = None  # finite, added to the scores; broadcastable to (batch, heads, queries, keys), of 4
+    capped_bias: bool = False  # whether the bias is added before the soft cap
+    alibi: Tensor | None = None  # (heads,) or (batch, heads), slopes: what scores lose by key apart from a row's own
     lengths: Lengths | None = None  # of sequences packed into a batch of 1: each sees its own keys alone
     block_mask: Tensor | None = None  # bool (batch or 1, heads or 1, blocks of queries, of keys), True where they see
     block_size: tuple[int, int] = (64, 64)  # queries and keys of a block of it
@@ -113,7 +118,6 @@ class AttentionInputs:
             features.GROUPED: self.groups > 1,
             features.CAUSAL: self.causal,
             features.OBLONG_CAUSAL: self.causal and queries != keys,  # in every sequence as many of both, or not
-            features.KEY_PADDING: self.key_padding is not None,
             features.OWN_ENDS: self.causal and self.own_ends,
             features.BLIND_ROWS: hidden is not None and bool(hidden.all(-1).any()),
             features.OWN_SCALE: self.softmax_scale not in (None, 1.0 / math.sqrt(self.q.shape[-1])),
@@ -121,31 +125,24 @@ class AttentionInputs:
             features.VALUE_DIM: self.v.shape[3] != self.q.shape[3],
             features.WINDOW: self.window != (None, None),
             features.SOFTCAP: self.softcap > 0.0,
-            features.SINK: self.sink is not None,
-            features.BIAS: self.bias is not None,
-            features.LENGTHS: self.lengths is not None,
-            features.BLOCK_MASK: self.block_mask is not None,
-            features.PAGES: self.block_table is not None,
-            features.DESCALE: self.k_descale is not None,
+            features.CAPPED_BIAS: self.capped_bias and self.softcap > 0.0 and self.added is not None,
+            features.OWN_SLOPES: self.alibi is not None and self.alibi.dim() > 1,
+            **{feature: getattr(self, field) is not None for feature, field in _FIELDS.items()},
         }
-        return tuple(feature for feature, needed in needed.items() if needed)
+        return tuple(feature for feature in features.FEATURES if needed.get(feature))
 
     def value_of(self, feature: Feature, keyword: str) -> object:
         """Return a feature's value under one of a kernel's keywords; `sliding_window` counts the row's own key."""
         if feature in (features.LENGTHS, features.PAGES, features.KEY_PADDING):
             return self._of_sequences(feature, keyword)
-        if feature is features.DESCALE or keyword == "block_size":
-            value: object = getattr(self, keyword)
-            return value
+        if feature in _FIELDS:  # of two fields the keyword names one
+            return getattr(self, keyword if hasattr(self, keyword) else _FIELDS[feature])
         left, right = (-1 if side is None else side for side in self.window)
         return {
             features.GROUPED: self.groups > 1,
             features.OWN_SCALE: self.scale,
             features.WINDOW: (left + 1 or None) if keyword == "sliding_window" else (left, right),
             features.SOFTCAP: self.softcap,
-            features.SINK: self.sink,
-            features.BIAS: self.bias,
-            features.BLOCK_MASK: self.block_mask,
         }[feature]
 
     def _of_sequences(self, feature: Feature, keyword: str) -> object:
@@ -156,8 +153,7 @@ class AttentionInputs:
             longest = max(end - begin for begin, end in pairwise(begins))
             return longest if keyword.startswith("max") else torch.tensor(begins, dtype=torch.int32, device=device)
         if feature is features.KEY_PADDING:
-            seen = self.key_padding
-            lengths = [sizes[1]] * len(self.q) if seen is None else seen.sum(-1).tolist()
+            lengths = [sizes[1]] * len(self.q) if self.key_padding is None else self.key_padding.sum(-1).tolist()
             return torch.tensor(lengths, dtype=torch.int32, device=device)
         return None if self.block_table is None else self.block_table.to(torch.int32)
 
@@ -180,12 +176,11 @@ class AttentionInputs:
     def part(self, batch: slice = _EVERY, *, heads: slice = _EVERY, key_heads: slice = _EVERY) -> "AttentionInputs":
         """Return some entries of the batch and some heads of it, with all fields that belong to them."""
         cuts = {"b": batch, "h": heads, "g": key_heads}
-        tensors = ((name, of_name, getattr(self, name)) for name, of_name in _DIMENSIONS.items())
-        parts = {
-            name: tensor[tuple(cuts[of] if n > 1 else _EVERY for of, n in zip(of_name, tensor.shape, strict=False))]
-            for name, of_name, tensor in tensors
-            if tensor is not None
-        }
+        parts, tensors = {}, ((name, of, getattr(self, name)) for name, of in _DIMENSIONS.items())
+        for name, letters, tensor in tensors:
+            if tensor is not None:
+                sizes = zip(letters[-tensor.dim() :], tensor.shape, strict=False)  # slopes may be (heads,)
+                parts[name] = tensor[tuple(cuts[of] if n > 1 else _EVERY for of, n in sizes)]
         return replace(self, **parts)
 
     def expanded(self, x: Tensor) -> Tensor:
@@ -219,6 +214,15 @@ class AttentionInputs:
         """Return `whole_v` likewise, (batch, heads, keys, d of V)."""
         return self.expanded(self.whole_v)
 
+    @property
+    def added(self) -> Tensor | None:
+        """What is added to the scores, shaped as the bias: it, and ALiBi's."""
+        if self.alibi is None:
+            return self.bias
+        apart = _ahead(self.q.shape[2], self.k.shape[2], self.lengths).to(self.q.device).abs().nan_to_num(posinf=0.0)
+        bias = -self.alibi.view(-1, self.q.shape[1], 1, 1) * apart
+        return bias if self.bias is None else bias + self.bias
+
     def hidden(self) -> Tensor | None:
         """Return a bool tensor that broadcasts to (batch, heads, queries, keys), True at masked scores, or None."""
         masks = self.masks().values()
@@ -229,8 +233,9 @@ class AttentionInputs:
         queries, keys, device, masks = self.q.shape[-2], self.k.shape[-2], self.q.device, {}
         if self.causal and self.own_ends and self.key_padding is not None:
             sequences = (_outside(queries, n, (None, 0), None) for n in self.key_padding.sum(-1).tolist())
-            ended = [pad(mask, (0, keys - mask.shape[3]), value=True) for mask in sequences]
-            masks[features.OWN_ENDS] = torch.cat(ended).to(device)
+            masks[features.OWN_ENDS] = torch.cat([pad(x, (0, keys - x.shape[3]), value=True) for x in sequences]).to(
+                device
+            )
         elif self.causal:
             masks[features.CAUSAL] = _outside(queries, keys, (None, 0), self.lengths).to(device)
         if self.window != (None, None):

@@ -86,6 +86,10 @@ class CannotRunError(Exception):
         self.blame = blame
 
 
+class NotAskedError(CannotRunError):
+    """A call that nobody has made: of kernels that run elsewhere some calls alone have been."""
+
+
 class OutOfBoundsError(IndexError):
     """An access outside the kernel's arguments; one line with the kernel and the argument."""
 

@@ -73,6 +73,7 @@ class Operands:
     softcap: float
     sink: Tensor | None  # (heads, 1, 1)
     bias: Tensor | None
+    capped_bias: bool
     tiles: Tiles
     plan: RoundingPlan
     arithmetic: Arithmetic
@@ -88,8 +89,6 @@ class Operands:
             for x, factors in ((inputs.k, inputs.k_descale), (inputs.v, inputs.v_descale))
         )
         q, k, v, hidden = inputs.q, k_held.whole, v_held.whole, inputs.hidden()
-        if hidden is not None:
-            hidden = hidden.to(q.device)
         small_q, small_k = q, k
         if plan.smooth_k:  # in the format of the call, as PyTorch takes a mean
             input_cast = Cast(inputs.formats.inputs)
@@ -102,7 +101,7 @@ class Operands:
             v_held if plan.v8 is None else _quantized(v, plan.v8, arithmetic, _ROWS),
         )
         sink = None if inputs.sink is None else inputs.sink[:, None, None]
-        of_scores = hidden, inputs.scale, inputs.softcap, sink, inputs.bias
+        of_scores = hidden, inputs.scale, inputs.softcap, sink, inputs.added, inputs.capped_bias
         return cls(q, k, v, inputs.do, *of_scores, tiles or Tiles(), plan, arithmetic, taken)
 
     def scores(self, rows: slice, keys: slice) -> Tensor:
@@ -116,17 +115,17 @@ class Operands:
 
         def make() -> Tensor:
             s = self._capped(rows, keys)
-            if self.bias is None:
+            if self.bias is None or self.capped_bias:
                 return self.masked(s, rows, keys)
             bias = cut(self.bias, rows, keys)
-            # FlashAttention-2 divides the slopes of ALiBi by the factor that is to come.
+            # FlashAttention-2 divides slopes by the factor that is to come.
             s = s + bias / self.unit if folds_scale(self.plan) else self.arithmetic.cast(s + bias, self.plan.s)
             return self.masked(s, rows, keys)
 
         return self.tiles.shared("s", rows, keys, make)
 
     def _capped(self, rows: slice, keys: slice) -> Tensor:
-        """Return scores with their soft cap c: c tanh(s / c), every step in fp32, as Triton kernels have it.
+        """Return scores, perhaps with their bias, under their soft cap c: c tanh(s / c) in fp32, as in Triton kernels.
 
         If alpha is left to the exponential it is tanh(s (alpha / c)), as in FlashAttention-2 and -3.
         """
@@ -143,9 +142,12 @@ class Operands:
         # In fp32, whatever the plan: kernels of all plans that leave q as it is share it.
         product = arithmetic.matmul(values, of_k.mT, _FP32, plan.accumulator)
         s = _unscaled(arithmetic.cast(product, plan.qk), q.scale, None if k.scale is None else k.scale.mT)
+        bias = cut(self.bias, rows, keys) if self.bias is not None and self.capped_bias else None
         if folds_scale(plan):
+            s = s if bias is None else s + bias / self.scale
             return arithmetic.tanh(s * torch.tensor(self.scale / self.softcap).item()) if self.softcap else s
         s = arithmetic.cast(s * (scale / base), plan.s)
+        s = s if bias is None else arithmetic.cast(s + bias, plan.s)
         return arithmetic.cast(self.softcap * arithmetic.tanh(s / self.softcap), plan.s) if self.softcap else s
 
     def of_products(self, ds: Tensor, rows: slice, keys: slice) -> Tensor:

@@ -67,16 +67,18 @@ def products(inputs: AttentionInputs) -> Tensor:
 
 
 def scores(inputs: AttentionInputs) -> Tensor:
-    """Return the argument of softmax, before masking, likewise: the products, softly capped, and then the bias."""
-    s = products(inputs)
+    """Return the argument of softmax, before masking, likewise: the products, softly capped, and the bias."""
+    s, added = products(inputs), inputs.added
+    s = s.add_(added) if added is not None and inputs.capped_bias else s
     if inputs.softcap:
         s = s.div_(inputs.softcap).tanh_().mul_(inputs.softcap)
-    return s if inputs.bias is None else s + inputs.bias.double()
+    return s if added is None or inputs.capped_bias else s + added.double()
 
 
 def slope(inputs: AttentionInputs, s: Tensor) -> Tensor:
-    """Return the derivative of softly capped scores by the uncapped ones: 1 - (s / c)^2, s without its bias."""
-    capped = s if inputs.bias is None else s - inputs.bias.double()
+    """Return the derivative of softly capped scores by the uncapped ones: 1 - (s / c)^2, s without a later bias."""
+    added = None if inputs.capped_bias else inputs.added
+    capped = s if added is None else s - added.double()
     return 1.0 - (capped / inputs.softcap).square()
 
 

@@ -22,7 +22,7 @@ from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs, AttentionOutp
 from tiebreak.kernels.kernel import Declaration, Kernel
 from tiebreak.kernels.plans import FEXP_U20, FP32_INSIDE, FUSED, FUSED_FAST_EXP
 from tiebreak.kernels.shift_rules import SHIFT_RULES
-from tiebreak.kernels.vendor import empty, fused_on_gpu, through_autograd
+from tiebreak.kernels.vendor import empty, through_autograd
 
 # Key block of PyTorch's CPU flash kernel (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp).
 _CPU_FLASH_BLOCK = Block(queries=32, keys=512)
@@ -129,7 +129,7 @@ OVERRIDEABLE = Implementation(
 )
 
 
-_ON_GPUS = {
+ON_GPUS = {
     "sdpa_flash": (CUDA_FLASH, FLASH_2_BLOCK),
     "sdpa_cudnn": (CUDA_CUDNN, BLOCK),
     "sdpa_efficient": (CUDA_EFFICIENT, _EFFICIENT_BLOCK),
@@ -162,7 +162,8 @@ def measure_exp_at_zero(scores: int = 64) -> float:
     return math.exp(lse[0, 0, 0].item()) / scores
 
 
-def _kernel(name: str, implementation: Implementation, declaration: Declaration | None) -> Kernel:
+def forced(name: str, implementation: Implementation, declaration: Declaration | None) -> Kernel:
+    """Return the kernel that an implementation is."""
     takes, lacking = implementation.takes, implementation.missing_requirement
     return Kernel(name, implementation, declaration, takes=takes, missing_requirement=lacking)
 
@@ -178,7 +179,7 @@ def cpu_sdpa_flash() -> Kernel:
     # Without the fast exponential its plan has the name of one in other tiles.
     tiled, rule = plan is FUSED, SHIFT_RULES["safe"]
     declared = Declaration(FLASH_ATTENTION, plan, rule, _CPU_FLASH_BLOCK, tile_named=tiled)
-    return _kernel("sdpa_flash", CPU_FLASH, declared)
+    return forced("sdpa_flash", CPU_FLASH, declared)
 
 
 def sdpa_math() -> Kernel:
@@ -192,14 +193,8 @@ def registered_sdpa_kernels(device: str) -> tuple[Kernel, ...]:
     The composed one declares nothing either where a device replaces it with its own code, as MPS does.
     """
     key, has = torch._C._dispatch_key_for_device(device), torch._C._dispatch_has_kernel_for_dispatch_key
-    implementations = {name: each for name, (each, _) in _ON_GPUS.items()} | {"sdpa_overrideable": OVERRIDEABLE}
-    kernels = [_kernel(name, each, None) for name, each in implementations.items() if has(str(each.operator), key)]
+    implementations = {name: each for name, (each, _) in ON_GPUS.items()} | {"sdpa_overrideable": OVERRIDEABLE}
+    kernels = [forced(name, each, None) for name, each in implementations.items() if has(str(each.operator), key)]
     places = (f"{_COMPOSED_OPERATOR}_for_mps", "aten::scaled_dot_product_attention")
     replaced = any(has(place, at) for place in places for at in (key, f"Autograd{key}"))
     return (*kernels, replace(sdpa_math(), declaration=None) if replaced else sdpa_math())
-
-
-def gpu_sdpa_kernels() -> tuple[Kernel, ...]:
-    """Return PyTorch's kernels on a GPU: FlashAttention-2, cuDNN's, the memory-efficient one, the composed one."""
-    kernels = (_kernel(name, each, fused_on_gpu(block)) for name, (each, block) in _ON_GPUS.items())
-    return (*kernels, sdpa_math())

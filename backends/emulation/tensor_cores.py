@@ -16,11 +16,10 @@ from tiebreak.backends.emulation.rounding import round_to
 from tiebreak.kernels.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, TF32, Format, Rounding
 from tiebreak.kernels.plans import Accumulator
 
-_OF_ZERO = 2.0**FP32.min_exponent  # the power of two that a zero counts as, whatever its format
 _BEYOND = 2.0 ** (FP32.max_exponent + 1)  # the first power of two that fp32 lacks
 _BITS_OF_PRODUCTS = 31  # that the sum of a step's products keeps next to the addend, on CDNA3
 _LOST_ADDEND = 2.0**25  # how many times smaller than the largest term an addend is that CDNA3's fp8 leaves out
-_EXPONENT = 0x7F800000  # bits of an fp32 number
+_NEAR = 80  # a largest term's exponent to which fp32 has all products, and two to the powers that scale them
 _TF32 = ~0x1FFF
 _AT_ONCE = 2**17  # products that are in memory: a few buffers of 1 MB, which a core's cache holds
 
@@ -77,26 +76,64 @@ def tensor_core_matmul(a: Tensor, b: Tensor, addend: Tensor, core: TensorCore) -
 def _accumulate(a: Tensor, b: Tensor, total: Tensor, core: TensorCore) -> Tensor:
     """Add step after step, in three dimensions each."""
     k = a.shape[-1]
-    values = [pad(x, (0, -k % core.products)).movedim(-1, 0).contiguous() for x in (a, b.transpose(-1, -2))]
+    last = 3 if len(a) > b.shape[-1] else 1  # heads: the longest dimension is an operation's innermost loop
+    rows = pad(a, (0, -k % core.products)).movedim(-1, 0).unsqueeze(3).movedim(1, last).contiguous()
+    columns = pad(b, (0, 0, 0, -k % core.products)).movedim(1, 0).unsqueeze(2).movedim(1, last).contiguous()
     if core.reads_tf32:
-        values = [(x.view(torch.int32) & _TF32).view(torch.float32) for x in values]
-    of_a, of_b = (_power(x, least) for x, least in zip(values, core.least_exponents, strict=True))
-    rows, columns = (x.double() for x in values)
-    add = _add_together if core.order is SumOrder.TOGETHER else _add_in_turn
+        rows, columns = ((x.view(torch.int32) & _TF32).view(torch.float32) for x in (rows, columns))
+    of_rows, of_columns = map(_exponent, (rows, columns), core.least_exponents)
+    total = total.movedim(0, last - 1).contiguous()
+    finite = max(of_rows.amax(), of_columns.amax()) <= FP32.max_exponent
     for start in range(0, k, core.products):
         keys = slice(start, start + core.products)
-        products = rows[keys, ..., None] * columns[keys, :, None]
-        added = add(core, products, of_a[keys, ..., None] * of_b[keys, :, None], total)
-        # Terms that are Inf or NaN can't be aligned: they are added up as they are.
-        plain = products.sum(0) + total
-        total = torch.where(plain.isfinite(), added, plain).float()
-    return total
+        terms = rows[keys], columns[keys], of_rows[keys] + of_columns[keys], total
+        quick = _add_in_integers(core, *terms) if finite and core.order is SumOrder.TOGETHER else None
+        total = _add_in_doubles(core, *terms) if quick is None else quick
+    return total.movedim(last - 1, 0)
 
 
-def _power(x: Tensor, least_exponent: int) -> Tensor:
-    """Return 2 to the exponent of every value, in fp64: at least its format's least; for zero fp32's least."""
-    powers = (x.view(torch.int32) & _EXPONENT).view(torch.float32).double()
-    return powers.clamp_(min=2.0**least_exponent).masked_fill_(x == 0, _OF_ZERO)
+def _exponent(x: Tensor, least: int = FP32.min_exponent) -> Tensor:
+    """Return the exponent of every value, int16: at least its format's least; for zero fp32's least."""
+    stored = x.view(torch.int32) >> 23 & 0xFF
+    exponents = (stored - FP32.max_exponent).clamp_(min=least)
+    if least > FP32.min_exponent:
+        exponents.masked_fill_(stored == 0, FP32.min_exponent)  # zero: no format but fp32 and bf16 has such numbers
+    return exponents.to(torch.int16)
+
+
+def _power(exponents: Tensor) -> Tensor:
+    """Return two to these powers, in fp64."""
+    return (exponents.long() + 1023 << 52).view(torch.float64)
+
+
+def _add_in_integers(core: TensorCore, a: Tensor, b: Tensor, exponents: Tensor, addend: Tensor) -> Tensor | None:
+    """Return what `_add_together` returns, several times faster; None where a term is far from 1, Inf or NaN.
+
+    A product of two operands is exact in fp32, and what is left of it below the largest term's last bit an integer.
+    """
+    largest = torch.maximum(exponents.amax(0), _exponent(addend))
+    if core.products << core.fraction_bits + 2 > 2**31 or largest.amax() > _NEAR:
+        return None
+    if largest.amin() < -_NEAR:
+        if ((largest < -_NEAR) & ((a != 0).any(0) & (b != 0).any(0) | (addend != 0))).any():
+            return None
+        largest.clamp_(min=-_NEAR)
+    shift = core.fraction_bits - largest.int()
+    scale, back = ((x + FP32.max_exponent << 23).view(torch.float32) for x in (shift, -shift))
+    kept = (a * b).mul_(scale).to(torch.int32).sum(0, dtype=torch.int32)
+    total = kept.double().add_((addend * scale).to(torch.int32).double()).mul_(back.double())
+    # No sum is as small as fp32's subnormal numbers, or as large as its Inf.
+    return (total.view(torch.int64) & -1 << 52 - core.result.mantissa_bits).view(torch.float64).float()
+
+
+def _add_in_doubles(core: TensorCore, a: Tensor, b: Tensor, exponents: Tensor, addend: Tensor) -> Tensor:
+    """Add up terms of any size."""
+    products = a.double() * b.double()
+    add = _add_together if core.order is SumOrder.TOGETHER else _add_in_turn
+    added = add(core, products, _power(exponents), addend)
+    # Terms that are Inf or NaN can't be aligned: they are added up as they are.
+    plain = products.sum(0) + addend
+    return torch.where(plain.isfinite(), added, plain).float()
 
 
 def _add_together(core: TensorCore, products: Tensor, powers: Tensor, addend: Tensor) -> Tensor:
@@ -108,7 +145,7 @@ def _add_together(core: TensorCore, products: Tensor, powers: Tensor, addend: Te
         powers: 2 to the sum of the operands' exponents, fp64: a product itself may be up to four times as large.
         addend: what there is.
     """
-    largest = torch.maximum(powers.amax(0), _power(addend, FP32.min_exponent))
+    largest = torch.maximum(powers.amax(0), _power(_exponent(addend)))
     scale = 2.0**core.fraction_bits / largest
     total = ((products * scale).trunc_().sum(0) + (addend * scale).trunc_()) / scale
     rounded = round_to(total, core.result, Rounding.RTZ)
@@ -118,7 +155,7 @@ def _add_together(core: TensorCore, products: Tensor, powers: Tensor, addend: Te
 
 def _add_in_turn(core: TensorCore, products: Tensor, powers: Tensor, addend: Tensor) -> Tensor:
     """Align the products' sum, truncated as on NVIDIA, with the addend, round both down, and their sum to even."""
-    of_addend = _power(addend, FP32.min_exponent)
+    of_addend = _power(_exponent(addend))
     if core.order is SumOrder.EVEN_AND_ODD:
         even, of_even = _sum_of_products(core, products[0::2], powers[0::2])
         odd, of_odd = _sum_of_products(core, products[1::2], powers[1::2])

@@ -31,6 +31,8 @@ class Assumptions:
     #: eight columns, 1 lanes 2 apart, 2 neighbours, 3 within a pair. Lanes alone: each adds its columns up in turn
     #: before. Empty: a balanced tree.
     pairs: tuple[int, ...] = ()
+    #: Whether a thread has a row, or a part of it, of a product of 64 rows or more: even columns come first, then odd.
+    whole_rows: bool = False
 
     @property
     def about(self) -> str:
@@ -74,7 +76,7 @@ class Assumptions:
 
     def described(self) -> dict[str, str | bool]:
         """Return the assumptions for the record of a run."""
-        part = f"each thread's part{' in turn' * (len(self.pairs) == 2)}"
+        part = f"each thread's part{', its odd columns last' * self.whole_rows}{' in turn' * (len(self.pairs) == 2)}"
         order = f"{part}, then its neighbours'" if self.pairs else "a balanced tree"
         return {
             "as": self.name,
@@ -92,19 +94,28 @@ EXACT = Assumptions("exact")
 # and which is at most 2 ulp off, as is a product with the reciprocal. B200 PTX contracts nothing, AMD's assembler only
 # some of the arguments of exponentials: no contraction is assumed there.
 _CONTRACTING = frozenset({"sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_120"})
-# As the backend ptx finds it, with mma.sync's layout: Triton adds up a lane's columns in turn, from 3.8 on as a tree.
-# For sm_120 the tree adds pairs to pairs, with add.f32x2.
+# As the backend ptx finds it, with the layout of mma.sync and wgmma: Triton adds up a lane's columns in turn, from 3.8
+# on as a tree. For sm_120 the tree adds pairs to pairs, with add.f32x2.
 _IN_TURN = Version(installed() or "3.8") < Version("3.8")
-_PAIRS = dict.fromkeys(("sm_80", "sm_86", "sm_89"), (2, 1) if _IN_TURN else (2, 1, 0, 3))
+_PAIRS = dict.fromkeys(("sm_80", "sm_86", "sm_89", "sm_90"), (2, 1) if _IN_TURN else (2, 1, 0, 3))
 _PAIRS["sm_120"] = (2, 1) if _IN_TURN else (2, 1, 3, 0)
+if not _IN_TURN:
+    _PAIRS["sm_100"] = _PAIRS["sm_120"]  # where products are too small for tcgen05
 
 
 def _card(name: str) -> Assumptions:
     if name.startswith("gfx"):
         return Assumptions(name, "hip", name, 64, exact=False)
     architecture, contracts = int(name.removeprefix("sm_")), name in _CONTRACTING
+    pairs, whole = _PAIRS.get(name, ()), name == "sm_100" and not _IN_TURN
     return Assumptions(
-        name, architecture=architecture, exact=False, contracts=contracts, reciprocal=True, pairs=_PAIRS.get(name, ())
+        name,
+        architecture=architecture,
+        exact=False,
+        contracts=contracts,
+        reciprocal=True,
+        pairs=pairs,
+        whole_rows=whole,
     )
 
 

@@ -69,11 +69,14 @@ class FaithfulBuilder(InterpreterBuilder):
             default_dot_input_precision="ieee" if assumed.backend == "hip" else "tf32",
             max_num_imprecise_acc_default=2**30 if assumed.name == "sm_90" else 0,
         )
-        self.begin(KernelMemory("", ()), np.zeros((1, 3), np.int32), contracts=False)
+        self.begin(KernelMemory("", ()), np.zeros((1, 3), np.int32), contracts=False, warps=4, rows=0)
 
-    def begin(self, memory: KernelMemory, places: Array, *, contracts: bool) -> None:
-        """Start a launch with its memory; `places` are the programs' ids, `contracts` whether products contract."""
-        self.memory, self._places = memory, places
+    def begin(self, memory: KernelMemory, places: Array, *, contracts: bool, warps: int, rows: int) -> None:
+        """Start a launch with its memory; `places` are the programs' ids, `contracts` whether products contract.
+
+        Tiles that lack rows that nobody needs have so many `rows` on a card.
+        """
+        self.memory, self._places, self._threads, self._rows = memory, places, warps * self.assumed.warp, rows
         self.contracts = contracts
         self.take(np.arange(1))
 
@@ -98,9 +101,15 @@ class FaithfulBuilder(InterpreterBuilder):
         if self.together is not None:
             self.together.tile(shape)
 
-    def in_pairs(self) -> tuple[int, ...]:
-        """Return the assumed order of a row of a product's sums, which tiles have after a program's first product."""
-        return self.assumed.pairs if self._multiplied else ()
+    def in_pairs(self, rows: int) -> tuple[tuple[int, ...], int]:
+        """Return the assumed order of a row of a product's sums, which tiles have after a program's first product.
+
+        It is that of each of so many equal parts of a row.
+        """
+        rows = max(rows, self._rows)
+        if self._multiplied and self.assumed.whole_rows and rows >= 64:
+            return (3, 0, 1, 2), max(1, self._threads // rows)
+        return self.assumed.pairs if self._multiplied else (), 1
 
     def create_get_program_id(self, axis: int) -> Handle:
         return TensorHandle(self._places[self._group, axis], tl.int32)

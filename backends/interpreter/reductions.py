@@ -29,8 +29,13 @@ def tensor_of(data: Array, dtype: tl.dtype) -> Tensor:
     return tl.core.tensor(upstream.TensorHandle(data, dtype.scalar), kind)
 
 
-def reducing(assumed: Assumptions, in_pairs: Callable[[], tuple[int, ...]]) -> Callable[..., Any]:
-    """Return `tl.reduce` as a card is assumed to sum; `in_pairs`: the order of a row, as of `Assumptions.pairs`."""
+def reducing(assumed: Assumptions, in_pairs: Callable[[int], tuple[tuple[int, ...], int]]) -> Callable[..., Any]:
+    """Return `tl.reduce` as a card is assumed to sum.
+
+    Args:
+        assumed: what is assumed.
+        in_pairs: from the number of rows their order, as `Assumptions.pairs` has it, and the parts that have it.
+    """
 
     def reduce(input: Any, axis: Any, combine_fn: Combine, keep_dims: Any = False, **_: object) -> Any:
         inputs, axis = input if isinstance(input, tuple) else (input,), _plain(axis)
@@ -38,8 +43,10 @@ def reducing(assumed: Assumptions, in_pairs: Callable[[], tuple[int, ...]]) -> C
         dimensions = arrays[0].ndim
         at = 1 if axis is None else axis + 1 if axis >= 0 else axis + dimensions
         arrays = [array.reshape(len(array), -1) if axis is None else array for array in arrays]
-        if (order := in_pairs()) and combine_fn is standard._sum_combine and at == arrays[0].ndim - 1:
-            arrays = [_in_pairs(array, order) for array in arrays]
+        if combine_fn is standard._sum_combine and at == arrays[0].ndim - 1 and at > 1:
+            order, parts = in_pairs(arrays[0].shape[-2])
+            if order and arrays[0].shape[-1] % (8 * parts) == 0:
+                arrays = [_in_pairs(array, order, parts) for array in arrays]
         results = _reduced(arrays, inputs, at, combine_fn, assumed)
         if _plain(keep_dims):
             results = [
@@ -82,15 +89,15 @@ def _combined(combine: Combine, arrays: list[Array], inputs: tuple[Tensor, ...])
     return [np.broadcast_to(part.reshape(*part.shape, *(1,) * (len(shape) - part.ndim)), shape) for part in data]
 
 
-def _in_pairs(x: Array, order: tuple[int, ...]) -> Array:
+def _in_pairs(x: Array, order: tuple[int, ...], parts: int) -> Array:
     """Return columns, or lanes' sums of them, in the order of a balanced tree; lane t has 2t and 2t + 1 of every eight.
 
     `mma.sync` leaves its sums in this order, and Triton keeps it in what it computes of them.
     """
-    rows = x.ndim - 1
-    if rows == 1 or x.shape[-1] % 8 or not _is_rounded(x.dtype):
+    if not _is_rounded(x.dtype):
         return x
-    lanes = x.reshape(*x.shape[:-1], -1, 2, 2, 2)  # eights, the lane's upper and lower bit, the pair
+    rows = x.ndim  # and parts
+    lanes = x.reshape(*x.shape[:-1], parts, -1, 2, 2, 2)  # eights, the lane's upper and lower bit, the pair
     lanes = lanes.transpose(*range(rows), *(rows + part for part in dict.fromkeys((*order, 0, 3))))
     if len(order) > 2:
         return lanes.reshape(x.shape)

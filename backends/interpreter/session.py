@@ -135,7 +135,10 @@ class _Session:
         self._builder.set_grid_dim(*sizes)
         places = np.array(list(np.ndindex(*sizes)), np.int32).reshape(-1, 3)
         memory = KernelMemory(function.fn.__name__, tuple(arguments_of(arguments)))
-        self._builder.begin(memory, places, contracts=contracts)
+        warps, rows = options.get("num_warps") or 4, options.get("rows", 0)  # Triton's default; the suite's kernels
+        assert isinstance(warps, int)
+        assert isinstance(rows, int)
+        self._builder.begin(memory, places, contracts=contracts, warps=warps, rows=rows)
 
         given = [leaf for leaf in leaves(converted) if isinstance(leaf, upstream.TensorHandle)]
         try:

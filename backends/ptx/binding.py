@@ -1,24 +1,21 @@
-"""Instructions as functions of threads: where operands come from, what memory and other threads take part with."""
+"""Instructions as functions of threads: what memory and other threads take part with."""
 
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Container, Mapping, Sequence
 
 import numpy as np
 
 from tiebreak.backends.interpreter.numbers import Array
+from tiebreak.backends.ptx.blackwell import BINDERS as OF_BLACKWELL
 from tiebreak.backends.ptx.memory import WARP
+from tiebreak.backends.ptx.operands import Run, names_of, place_of, reader, typed, writer
 from tiebreak.backends.ptx.operations import OPERATIONS, TYPES
-from tiebreak.backends.ptx.parsing import Address, Instruction, Operand
-from tiebreak.backends.ptx.products import load_matrices, product_of
+from tiebreak.backends.ptx.parsing import Address, Instruction
+from tiebreak.backends.ptx.products import load_matrices, matrix_rows, product_of
 from tiebreak.backends.ptx.threads import Threads
-from tiebreak.kernels.kernel import CannotRunError
+from tiebreak.backends.ptx.warpgroups import BINDERS as OF_WARPGROUPS
 
-Run = Callable[[Threads, Array], None]  # what the threads of a mask, bool (blocks, threads), do
 _Match = re.Match[str]
-_Read = Callable[[Threads], Array]
-_SHARED = "global_smem"  # Triton's name of it
-_SPECIAL = re.compile(r"%(?:tid\.x|n?ctaid\.[xyz]|laneid)")
 _ALL_LANES = {"-1", "0xffffffff"}
 _LANE = np.arange(WARP)
 _SOURCES: Mapping[str, Callable[[Array], Array]] = {  # lanes that a shuffle takes from; beyond the warp's end its own
@@ -29,81 +26,60 @@ _SOURCES: Mapping[str, Callable[[Array], Array]] = {  # lanes that a shuffle tak
 }
 
 
-def bound(at: Instruction, card: str) -> Run | None:
-    """Return the effect of an instruction on threads, None for a branch; raise CannotRunError if it isn't supported."""
+def bound(instructions: Sequence[Instruction], targets: Container[int], card: str) -> list[Run | None]:
+    """Return the effect of every instruction on threads, None for a branch; `targets` are the places of labels.
+
+    Of several `mma.sync` one after the other that don't need one another's sums, the first has the effect of all.
+
+    Raises:
+        CannotRunError: One isn't supported.
+    """
+    runs: list[list[Instruction]] = []
+    for place, at in enumerate(instructions):
+        if not runs or place in targets or not _independent(runs[-1], at):
+            runs.append([])
+        runs[-1].append(at)
+    return [effect for run in runs for effect in (_effect(run, card), *[_nothing] * (len(run) - 1))]
+
+
+def _independent(run: Sequence[Instruction], at: Instruction) -> bool:
+    """Return whether an instruction is a product of the same kind as some others and needs no sum of theirs."""
+    if at.opcode != run[0].opcode or not at.opcode.startswith("mma.") or at.guard or run[0].guard:
+        return False
+    sums = {name for earlier in run for name in names_of(earlier.operands[0])}
+    return not any(sums.intersection(names_of(operand)) for operand in at.operands[1:])
+
+
+def _effect(run: Sequence[Instruction], card: str) -> Run | None:
+    at = run[0]
     if at.opcode in ("bra", "bra.uni", "ret"):
         return None
     for pattern, binder in _BINDERS.items():
         if match := re.fullmatch(pattern, at.opcode):
             return binder(at, match)
     if at.opcode.startswith("mma."):
-        return _product(at, card)
+        return _products(run, card)
     if at.opcode in OPERATIONS:
         return _calculation(at)
     raise at.refused()
 
 
-# Operands.
-
-
-def _reader(operand: Operand, kind: str, at: Instruction) -> _Read:
-    """Return a function that reads an operand as numbers of a type; x2 gives (blocks, threads, 2)."""
-    dtype, name = TYPES[kind.removesuffix("x2")], str(operand)
-    size = dtype.itemsize * (2 if kind.endswith("x2") else 1)
-    if name in at.types or _SPECIAL.fullmatch(name):
-        return lambda threads: _typed(threads.get(name), dtype, size)
-    try:  # a number, of fp32 and fp64 its bits; shared memory begins at 0
-        bits = 0 if name == _SHARED else int(re.sub("^0[fFdD]", "0x", name).rstrip("U"), 0)
-    except ValueError as error:
-        raise CannotRunError(f"{at} names {name}, which is not known here") from error
-    constant = np.array([[bits % 2 ** (8 * size)]], f"u{size}")
-    return lambda _: _typed(constant != 0 if kind == "pred" else constant, dtype, size)
-
-
-def _typed(x: Array, dtype: np.dtype[Any], size: int) -> Array:
-    if x.dtype == dtype:
-        return x
-    x = x if x.itemsize == size else x.astype(f"u{size}")
-    return x.view(dtype) if dtype.itemsize == size else x[..., None].view(dtype)
-
-
-def _writer(operand: Operand, at: Instruction) -> Callable[[Threads, int, Array, Array], None]:
-    """Return a function that writes one of an operand's registers, by its number; one called _ is discarded."""
-    names = _names(operand)
-    if any(name not in at.types and name != "_" for name in names):
-        raise at.refused()
-    sizes = [TYPES[at.types[name]].itemsize if name != "_" else 0 for name in names]
-
-    def write(threads: Threads, number: int, value: Array, mask: Array) -> None:
-        if sizes[number]:
-            threads.put(names[number], sizes[number], value, mask)
-
-    return write
-
-
-def _names(operand: Operand) -> tuple[str, ...]:
-    return operand if isinstance(operand, tuple) else (str(operand),)
-
-
-def _place(operand: Operand, at: Instruction) -> _Read:
-    """Return a function that reads an address, int64, of every thread."""
-    assert isinstance(operand, Address)
-    base, offset = _reader(operand.base, "s64", at), operand.offset
-    return lambda threads: threads.full(base(threads) + offset)
+def _nothing(_: Threads, __: Array) -> None:
+    """Do nothing."""
 
 
 def _calculation(at: Instruction) -> Run:
-    operation, write = OPERATIONS[at.opcode], _writer(at.operands[0], at)
+    operation, write = OPERATIONS[at.opcode], writer(at.operands[0], at)
     kinds = operation.sources + operation.sources[-1:] * len(at.operands)
-    reads = [_reader(operand, kind, at) for operand, kind in zip(at.operands[1:], kinds, strict=False)]
+    reads = [reader(operand, kind, at) for operand, kind in zip(at.operands[1:], kinds, strict=False)]
     return lambda threads, mask: write(threads, 0, operation.compute(*(read(threads) for read in reads)), mask)
 
 
 def _move(at: Instruction, match: _Match) -> Run:
     """Bind `mov`, also from several registers to one and back, the lowest first."""
-    write, (target, source), size = _writer(at.operands[0], at), at.operands, int(match[1]) // 8
-    each = size // max(len(_names(target)), len(_names(source)))
-    reads = [_reader(part, f"u{8 * (each if isinstance(source, tuple) else size)}", at) for part in _names(source)]
+    write, (target, source), size = writer(at.operands[0], at), at.operands, int(match[1]) // 8
+    each = size // max(len(names_of(target)), len(names_of(source)))
+    reads = [reader(part, f"u{8 * (each if isinstance(source, tuple) else size)}", at) for part in names_of(source)]
 
     def move(threads: Threads, mask: Array) -> None:
         whole = np.stack(np.broadcast_arrays(*(read(threads) for read in reads)), -1)
@@ -121,9 +97,9 @@ def _access(at: Instruction, match: _Match) -> Run:
     """Bind `ld` and `st`, of adjacent numbers too."""
     loads, shared, dtype = match[1] == "ld", match[2] == "shared", TYPES[match[3]]
     memory, values = at.operands[1::-1] if loads else at.operands[:2]
-    place, count, unsigned = _place(memory, at), len(_names(values)), np.dtype(f"u{dtype.itemsize}")
-    write = _writer(values, at) if loads else None
-    reads = [] if loads else [_reader(name, f"u{8 * dtype.itemsize}", at) for name in _names(values)]
+    place, count, unsigned = place_of(memory, at), len(names_of(values)), np.dtype(f"u{dtype.itemsize}")
+    write = writer(values, at) if loads else None
+    reads = [] if loads else [reader(name, f"u{8 * dtype.itemsize}", at) for name in names_of(values)]
 
     def access(threads: Threads, mask: Array) -> None:
         first, shown, space = place(threads), threads.full(mask), threads.shared if shared else threads.memory
@@ -138,16 +114,16 @@ def _access(at: Instruction, match: _Match) -> Run:
 
 
 def _parameter(at: Instruction, match: _Match) -> Run:
-    write, address, dtype = _writer(at.operands[0], at), at.operands[1], TYPES[match[1]]
+    write, address, dtype = writer(at.operands[0], at), at.operands[1], TYPES[match[1]]
     if not isinstance(address, Address) or address.offset:
         raise at.refused()
-    return lambda threads, mask: write(threads, 0, _typed(threads.get(address.base), dtype, dtype.itemsize), mask)
+    return lambda threads, mask: write(threads, 0, typed(threads.get(address.base), dtype, dtype.itemsize), mask)
 
 
 def _copy(at: Instruction, _: _Match) -> Run:
     """Bind `cp.async`: a number of bytes, or zeros where the fourth operand is 0."""
-    to, source, size = _place(at.operands[0], at), _place(at.operands[1], at), int(str(at.operands[2]), 0)
-    filled = _reader(at.operands[3] if len(at.operands) > 3 else str(size), "u32", at)
+    to, source, size = place_of(at.operands[0], at), place_of(at.operands[1], at), int(str(at.operands[2]), 0)
+    filled = reader(at.operands[3] if len(at.operands) > 3 else str(size), "u32", at)
 
     def copy(threads: Threads, mask: Array) -> None:
         count, shown, first, target = threads.full(filled(threads)), threads.full(mask), source(threads), to(threads)
@@ -161,12 +137,13 @@ def _copy(at: Instruction, _: _Match) -> Run:
 
 
 def _of_copies(at: Instruction, match: _Match) -> Run:
-    def meet(threads: Threads, mask: Array) -> None:
-        blocks = threads.together(mask, threads.shape[1], at)
+    def meet(threads: Threads, mask: Array) -> Array | None:
+        blocks, waits = threads.gathered(mask)
         if match[1] == "commit_group":
             threads.shared.groups += blocks
         else:
             threads.shared.wait(blocks, int(str(at.operands[0])))
+        return waits
 
     return meet
 
@@ -175,11 +152,13 @@ def _barrier(at: Instruction, match: _Match) -> Run:
     if at.operands != ("0",) and not (match[1] and at.operands[0] in _ALL_LANES):
         raise at.refused()
 
-    def meet(threads: Threads, mask: Array) -> None:
+    def meet(threads: Threads, mask: Array) -> Array | None:
         if match[1]:
-            threads.shared.phases_of_warps += threads.together(mask, WARP, at)
-        else:
-            threads.shared.phases += threads.together(mask, threads.shape[1], at)
+            threads.shared.phases_of_warps += threads.warps(mask, at)
+            return None
+        blocks, waits = threads.gathered(mask)
+        threads.shared.phases += blocks
+        return waits
 
     return meet
 
@@ -188,10 +167,10 @@ def _shuffle(at: Instruction, match: _Match) -> Run:
     _, value, by, clamp, members = at.operands
     if clamp != ("0" if match[1] == "up" else "31") or members not in _ALL_LANES:
         raise at.refused()
-    reads, write = (_reader(value, "u32", at), _reader(by, "u32", at)), _writer(at.operands[0], at)
+    reads, write = (reader(value, "u32", at), reader(by, "u32", at)), writer(at.operands[0], at)
 
     def shuffle(threads: Threads, mask: Array) -> None:
-        threads.together(mask, WARP, at)
+        threads.warps(mask, at)
         x, by = (threads.full(read(threads)).reshape(threads.shape[0], -1, WARP) for read in reads)
         taken = np.take_along_axis(x, _SOURCES[match[1]](by.astype(np.int64)), -1)
         write(threads, 0, taken.reshape(threads.shape), mask)
@@ -200,10 +179,10 @@ def _shuffle(at: Instruction, match: _Match) -> Run:
 
 
 def _matrices(at: Instruction, match: _Match) -> Run:
-    count, write, place = int(match[1]), _writer(at.operands[0], at), _place(at.operands[1], at)
+    count, write, place = int(match[1]), writer(at.operands[0], at), place_of(at.operands[1], at)
 
     def load(threads: Threads, mask: Array) -> None:
-        threads.together(mask, WARP, at)
+        threads.warps(mask, at)
         naming = threads.full(mask & (threads.get("%laneid") < 8 * count))  # others' addresses are ignored
         rows = threads.shared.rows(place(threads), naming, at)
         for number, value in enumerate(load_matrices(rows, count, transposed=bool(match[2]))):
@@ -212,14 +191,32 @@ def _matrices(at: Instruction, match: _Match) -> Run:
     return load
 
 
-def _product(at: Instruction, card: str) -> Run:
-    product, write = product_of(at, card), _writer(at.operands[0], at)
-    reads = [[_reader(name, "u32", at) for name in _names(operand)] for operand in at.operands[1:]]
+def _stored_matrices(at: Instruction, match: _Match) -> Run:
+    count, place = int(match[1]), place_of(at.operands[0], at)
+    reads = [reader(name, "u32", at) for name in names_of(at.operands[1])]
+
+    def store(threads: Threads, mask: Array) -> None:
+        threads.warps(mask, at)
+        naming, first = threads.full(mask & (threads.get("%laneid") < 8 * count)), place(threads)
+        rows = matrix_rows([threads.full(read(threads)) for read in reads], transposed=bool(match[2]))
+        for word in range(4):
+            threads.shared.write(first + 4 * word, naming, rows[word], at)
+
+    return store
+
+
+def _products(run: Sequence[Instruction], card: str) -> Run:
+    """Bind some `mma.sync` of one kind."""
+    product, writes = product_of(run[0], card), [writer(at.operands[0], at) for at in run]
+    # Of A, B and C: every instruction's registers.
+    reads = [[[reader(name, "u32", at) for name in names_of(at.operands[of])] for at in run] for of in (1, 2, 3)]
 
     def multiply(threads: Threads, mask: Array) -> None:
-        threads.together(mask, WARP, at)
-        for number, value in enumerate(product(*([threads.full(read(threads)) for read in each] for each in reads))):
-            write(threads, number, value, mask)
+        threads.warps(mask, run[0])
+        held = [np.array([[threads.full(read(threads)) for read in each] for each in operand]) for operand in reads]
+        sums = product(*(np.moveaxis(x, 1, -1) for x in held))
+        for number, write in np.ndindex(sums.shape[-1], len(run)):
+            writes[write](threads, number, np.ascontiguousarray(sums[write, ..., number]), mask)
 
     return multiply
 
@@ -232,7 +229,10 @@ _BINDERS: Mapping[str, Callable[[Instruction, _Match], Run]] = {
     r"mov\.b(32|64)": _move,
     r"cp\.async\.c[ag]\.shared\.global(?:\.L2::\w+)*": _copy,
     r"cp\.async\.(commit_group|wait_group)": _of_copies,
-    r"bar\.(warp\.)?sync": _barrier,
+    r"(?:bar\.(warp\.)?|barrier\.)sync": _barrier,
     r"shfl\.sync\.(bfly|idx|up|down)\.b32": _shuffle,
     r"ldmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16": _matrices,
+    r"stmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16": _stored_matrices,
+    **OF_WARPGROUPS,
+    **OF_BLACKWELL,
 }

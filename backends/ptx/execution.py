@@ -1,14 +1,17 @@
 """A compiled kernel, executed: all threads of some blocks at once, in lock step, every register an array.
 
-Where threads part, those that are furthest behind in the text go on alone, until the others' place is theirs too.
+Where threads part, those that are furthest behind in the text go on alone, until the others' place is theirs too, or
+until they have to wait for the others.
 """
 
 import re
+from collections.abc import Mapping
 
 import numpy as np
 
 from tiebreak.backends.interpreter.numbers import Array
 from tiebreak.backends.ptx.binding import bound
+from tiebreak.backends.ptx.memory import SharedMemoryError
 from tiebreak.backends.ptx.parsing import parsed
 from tiebreak.backends.ptx.threads import Launch, Threads
 
@@ -26,16 +29,17 @@ class Program:
             CannotRunError: it holds what is not executed here, which the message names.
         """
         self._parameters, instructions, self._labels = parsed(text)
-        self._steps = [(at, bound(at, card)) for at in instructions]
+        effects = bound(instructions, set(self._labels.values()), card)
+        self._steps = list(zip(instructions, effects, strict=True))
         self._granule = 1 if any(_SMALL.fullmatch(at.opcode) for at in instructions) else 4
 
     def run(self, launch: Launch) -> None:
         """Execute every block of a grid, in batches of a size that pays.
 
         Raises:
-            SharedMemoryError: the threads of a block race, or read what none has written.
+            SharedMemoryError: the threads of a block race, read what none has written, or wait for ever.
             OutOfBoundsError: it touches what it was not given.
-            CannotRunError: some threads alone come to where a block's or a warp's have to be together.
+            CannotRunError: some threads alone come to where a warp's have to be together.
         """
         count, at_once = int(np.prod(launch.grid)), max(1, _TOGETHER // launch.threads)
         for start in range(0, count, at_once):
@@ -47,26 +51,41 @@ class Program:
                 self._execute(threads)
 
     def _execute(self, threads: Threads) -> None:
-        """Run the threads at the lowest instruction first, so that threads that parted join again."""
-        waiting = {0: threads.everyone}  # threads by their next instruction
-        while waiting:
-            at = min(waiting)
-            active = waiting.pop(at)
-            while at < min(waiting, default=len(self._steps)):
+        """Run the threads at the lowest instruction first, so that threads that parted join again.
+
+        Who can't go on is parked at its place, and asked again when others have come there, or nobody else can go on.
+        """
+        ready, parked, moved = {0: threads.everyone}, dict[int, Array](), True  # threads by their next instruction
+        while ready or parked:
+            if not ready:
+                if not moved:
+                    raise SharedMemoryError(f"threads wait for one another: {self._places(parked)}")
+                ready, parked, moved = parked, {}, False
+            at = min(ready)
+            active = ready.pop(at)
+            while at < min(ready, default=len(self._steps)):
                 instruction, run = self._steps[at]
-                at += 1
+                if at in parked:
+                    active = active | parked.pop(at)
+                    active = threads.everyone if active.all() else active
                 mask = threads.guarded(active, instruction)
-                if run is not None:
-                    run(threads, mask)
-                elif mask.any():
-                    if instruction.opcode != "ret":
-                        _join(waiting, self._labels[str(instruction.operands[0])], mask, threads)
-                    active = active & ~mask
-                    if not active.any():
-                        break
+                leaving = run(threads, mask) if run is not None else mask
+                if leaving is not None and leaving.any():
+                    if run is not None:
+                        parked[at] = leaving
+                    elif instruction.opcode != "ret":
+                        _join(ready, self._labels[str(instruction.operands[0])], mask, threads)
+                    active = active & ~leaving
+                moved = moved or run is None or bool(active.any())
+                at += 1
+                if leaving is not None and not active.any():
+                    break
             else:
-                _join(waiting, at, active, threads)
-            waiting.pop(len(self._steps), None)
+                _join(ready, at, active, threads)
+            ready.pop(len(self._steps), None)
+
+    def _places(self, parked: Mapping[int, Array]) -> str:
+        return ", ".join(f"{int(mask.sum())} at {self._steps[at][0]}" for at, mask in sorted(parked.items()))
 
 
 def _join(waiting: dict[int, Array], at: int, mask: Array, threads: Threads) -> None:

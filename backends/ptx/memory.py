@@ -54,6 +54,9 @@ class Shared:
         count = blocks * self._size // granule
         self._writers, self._readers = np.full(count, _NOBODY), np.full(count, _NOBODY)
         self._pending = np.zeros(count, np.int32)  # the group of copies that may still bring it
+        self._unfenced = np.zeros(count, bool)  # whether a product does not see yet what was written
+        self._multiplied = np.zeros(count, np.int32)  # the group of products that may still read it
+        self.products = np.zeros((blocks, 1), np.int32)  # groups of them that the threads of a block have closed
         self.groups = np.zeros((blocks, 1), np.int32)  # of copies, which the threads of a block have closed
         self.phases = np.zeros((blocks, 1), np.int64)  # a barrier of a block begins a new one,
         self.phases_of_warps = np.zeros((blocks, threads // WARP), np.int64)  # and so does one of a warp
@@ -68,6 +71,33 @@ class Shared:
         who = writers[done] & (1 << _PHASE) - 1
         writers[done] = who | np.broadcast_to(self.phases << _PHASE, done.shape)[done]
         pending[done] = 0
+
+    def complete(self, groups: Array, *, others: bool) -> None:
+        """End groups of products up to a number, (blocks, 1); `others` may be at work until a barrier."""
+        group = self._multiplied.reshape(len(groups), -1)
+        done = (group > 0) & (group <= groups)
+        if others:
+            readers = self._readers.reshape(done.shape)
+            readers[done] = (_EVERYONE << _OF_WARP) | np.broadcast_to(self.phases << _PHASE, done.shape)[done]
+        group[done] = 0
+
+    def fence(self, blocks: Array) -> None:
+        """Let products see what was written so far, and no copy is still bringing."""
+        self._unfenced.reshape(len(blocks), -1)[...] &= (self._pending.reshape(len(blocks), -1) > 0) | ~blocks
+
+    def operands(self, places: Array, block: Array, dtype: np.dtype[Any], at: Instruction) -> Array:
+        """Return numbers at places in bytes, (some, ...), of each one's block, which are read until somebody waits."""
+        if (places < 0).any() or (places + dtype.itemsize > self._size).any():
+            raise SharedMemoryError(f"{at} goes beyond the shared memory")
+        places = places + self._size * block.reshape(-1, *[1] * (places.ndim - 1))
+        granules = (places // self._granule).ravel()
+        owner = granules * self._granule // self._size
+        now = self.phases[owner, 0] << _PHASE | _EVERYONE << _OF_WARP
+        self._refuse_read(self._writers[granules], granules, now, at)
+        self._refuse(self._unfenced[granules], granules, at, "reads what was written, and no fence.proxy.async since")
+        self._multiplied[granules] = self.products[owner, 0] + 1
+        values: Array = self._bytes.view(dtype)[places // dtype.itemsize]
+        return values
 
     def read(self, addresses: Array, mask: Array, dtype: np.dtype[Any], at: Instruction) -> Array:
         """Return unsigned integers; zeros where the mask hides them."""
@@ -85,19 +115,18 @@ class Shared:
         """Write unsigned integers; `copied` ones arrive when their group has been waited for."""
         places, granules, now = self._locate(addresses, mask, values.itemsize, at)
         self._refuse(self._pending[granules] > 0, granules, at, "writes what an asynchronous copy is bringing")
+        self._refuse(self._multiplied[granules] > 0, granules, at, "writes what a product may still read")
         for history, what in ((self._writers, "wrote"), (self._readers, "read")):
             self._refuse(_unordered(history[granules], now), granules, at, f"writes what another thread {what}")
         self._bytes.view(values.dtype)[places[mask] // values.itemsize] = values[mask]
-        self._writers[granules] = now
+        self._writers[granules], self._unfenced[granules] = now, True
         self._pending[granules] = self.groups[granules * self._granule // self._size, 0] + 1 if copied else 0
 
     def _record_read(self, addresses: Array, mask: Array, size: int, at: Instruction, lanes: int = 0) -> Array:
         """Check a read and record it; return places in bytes from the start of the first block."""
         places, granules, now = self._locate(addresses, mask, size, at, lanes)
         writers, readers = self._writers[granules], self._readers[granules]
-        self._refuse(writers == _NOBODY, granules, at, "reads what no thread has written")
-        self._refuse(self._pending[granules] > 0, granules, at, "reads what an asynchronous copy is bringing")
-        self._refuse(_unordered(writers, now), granules, at, "reads what another thread wrote")
+        self._refuse_read(writers, granules, now, at)
         self._readers[granules] = now
         # If several threads read in one phase, no single one is recorded.
         others = np.where(_unordered(readers, now), readers, self._readers[granules])
@@ -105,6 +134,11 @@ class Shared:
         self._readers[granules[met]] = now[met] | _SEVERAL
         self._readers[granules[far]] = now[far] & -1 << _PHASE | _EVERYONE << _OF_WARP
         return places
+
+    def _refuse_read(self, writers: Array, granules: Array, now: Array, at: Instruction) -> None:
+        self._refuse(writers == _NOBODY, granules, at, "reads what no thread has written")
+        self._refuse(self._pending[granules] > 0, granules, at, "reads what an asynchronous copy is bringing")
+        self._refuse(_unordered(writers, now), granules, at, "reads what another thread wrote")
 
     def _locate(
         self, addresses: Array, mask: Array, size: int, at: Instruction, lanes: int = 0
@@ -130,7 +164,9 @@ class Shared:
 def _unordered(before: Array, now: Array) -> Array:
     """Return whether no barrier orders two accesses by different threads."""
     difference = before ^ now
-    in_phase = (before != _NOBODY) & (difference >> _PHASE == 0)
+    in_phase: Array = difference >> _PHASE == 0  # nobody's is negative
+    if not in_phase.any():
+        return in_phase
     one_thread = (difference & (1 << _PHASE_OF_WARP) - 1 == 0) & (now & _SEVERAL == 0)
     of_warp = difference >> _OF_WARP & (1 << _PHASE_OF_WARP - _OF_WARP) - 1 == 0  # which has its own barrier
     unordered: Array = in_phase & ~one_thread & ~(of_warp & (difference >> _PHASE_OF_WARP != 0))

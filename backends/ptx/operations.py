@@ -134,6 +134,8 @@ def _conversions() -> Iterator[tuple[str, Operation]]:
     for narrow in ("f16", "bf16"):
         yield f"cvt.f32.{narrow}", Operation(partial(_cast, dtype=_F32), (narrow,))
         yield f"cvt.rn.{narrow}.f32", Operation(partial(converted, to=TYPES[narrow]), ("f32",))
+    for narrow in ("e4m3", "e5m2"):
+        yield f"cvt.rn.f16x2.{narrow}x2", Operation(partial(_cast, dtype=TYPES["f16"]), (f"{narrow}x2",))
     for kind in ("f16", "bf16", "satfinite.e4m3", "satfinite.e5m2"):
         pair = partial(_pair, dtype=TYPES[kind.removeprefix("satfinite.")])
         yield f"cvt.rn.{kind}x2.f32", Operation(pair, ("f32",))

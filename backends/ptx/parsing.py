@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tiebreak.kernels.kernel import CannotRunError
 
@@ -56,26 +56,39 @@ def parsed(text: str) -> tuple[list[str], list[Instruction], dict[str, int]]:
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
     types: dict[str, str] = {}
+    scopes: list[str] = [""]  # a label is known within its braces: those of inline assembly are alike
+    inside: list[tuple[str, ...]] = []  # by instruction
     for line, statement in _statements(entry[3]):
-        if statement.endswith(":"):
-            labels[statement[:-1]] = len(instructions)
+        if statement == "{":
+            scopes.append(f"{scopes[-1]}@{line}")
+        elif statement == "}":
+            scopes.pop()
+        elif statement.endswith(":"):
+            labels[statement[:-1] + scopes[-1]] = len(instructions)
         elif declared := _REGISTERS.match(statement):
             types = {**types, **dict.fromkeys(_names(declared[2]), declared[1])}
         elif match := _STATEMENT.fullmatch(statement):
             operands = tuple(map(_operand, _OPERAND.findall(match[4])))
             instructions.append(Instruction(line, match[2] or "", bool(match[1]), match[3], operands, types))
+            inside.append(tuple(reversed(scopes)))
         else:
             raise CannotRunError(f"the PTX statement {statement.split()[0]} is not executed here")
+    for number, at in enumerate(instructions):
+        if at.opcode in ("bra", "bra.uni"):
+            target = next(name for scope in inside[number] if (name := f"{at.operands[0]}{scope}") in labels)
+            instructions[number] = replace(at, operands=(target,))
     return re.findall(r"([\w$]+)\s*(?:,|$)", entry[1]), instructions, labels
 
 
 def _statements(body: str) -> Iterator[tuple[int, str]]:
-    """Yield statements and labels, without braces of scopes and without directives except `.reg`."""
+    """Yield statements, labels and braces of scopes, without directives except `.reg`."""
     for line, text in enumerate(body.split("\n"), 1):
         for part in re.split(r"(?<=:)\s|;", text + " "):
             bare = part.strip()
-            bare = bare.removeprefix("{").strip() if bare.count("{") > bare.count("}") else bare
-            if bare and bare != "}" and (bare[0] != "." or bare.startswith(".reg")):
+            if bare.count("{") > bare.count("}"):
+                yield line, "{"
+                bare = bare.removeprefix("{").strip()
+            if bare and (bare[0] != "." or bare.startswith(".reg")):
                 yield line, bare
 
 

@@ -2,13 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from tiebreak.backends.interpreter.memory import KernelMemory
 from tiebreak.backends.interpreter.numbers import Array
-from tiebreak.backends.ptx.memory import WARP, Global, Shared
+from tiebreak.backends.ptx.memory import WARP, Global, Shared, SharedMemoryError
 from tiebreak.backends.ptx.parsing import Instruction
+from tiebreak.backends.ptx.tensor_memory import TensorMemory
 from tiebreak.kernels.kernel import CannotRunError
 
 _NOTHING = np.zeros((1, 1), np.uint64)
@@ -34,6 +37,14 @@ class Threads:
         self.everyone = np.ones(self.shape, bool)
         self.shared = Shared(*self.shape, launch.shared, granule)
         self.memory = Global(launch.memory)
+        self._fenced = False  # whether a wgmma.fence was executed
+        self._unfenced: set[str] = set()  # registers that were written since
+        # By register the group of products, of each block, that brings it or reads it; 0: none.
+        self._brought: dict[str, Array] = {}
+        self._taken: dict[str, Array] = {}
+        self.barriers: dict[int, Any] = {}  # mbarriers, by their address
+        self._active = self.everyone
+        self.instruction = Instruction(0, "", False, "", (), {})  # that is executed
         thread = np.arange(launch.threads, dtype=np.uint32)[None]
         # Special Registers.
         self._registers: dict[str, Array] = {"%tid.x": thread, "%laneid": thread % WARP}
@@ -42,7 +53,8 @@ class Threads:
             self._registers[f"%nctaid.{axis}"] = np.full((1, 1), size, np.uint32)
 
     def guarded(self, active: Array, at: Instruction) -> Array:
-        """Return which of these threads execute an instruction."""
+        """Return which of these threads execute an instruction, the next one."""
+        self._active, self.instruction = active, at
         if not at.guard:
             return active
         predicate = self._registers[at.guard] ^ at.negated
@@ -50,10 +62,16 @@ class Threads:
 
     def get(self, name: str) -> Array:
         """Return a register, as unsigned integers or bool; 0 if it was never written."""
+        if name in self._brought:
+            self._refuse(self._brought[name], f"reads {name}, which a product is bringing")
         return self._registers.get(name, _NOTHING)
 
     def put(self, name: str, size: int, value: Array, mask: Array) -> None:
         """Write a register of `size` bytes: a narrower signed number is sign-extended."""
+        for flying, what in ((self._brought, "is bringing"), (self._taken, "is reading")):
+            if name in flying:
+                self._refuse(flying[name], f"writes {name}, which a product {what}")
+        self._unfenced.add(name)
         if value.ndim > 2:  # two in a register
             value = np.ascontiguousarray(value).view(f"u{2 * value.itemsize}")[..., 0]
         if value.dtype != bool:
@@ -63,14 +81,66 @@ class Threads:
             value = np.where(mask, value, self._registers.get(name, value.dtype.type(0)))
         self._registers[name] = value
 
+    def _refuse(self, group: Array, what: str) -> None:
+        if ((group > 0) & self._active).any():
+            raise SharedMemoryError(f"{self.instruction} {what}: nobody has waited")
+
+    def sums(self, names: Sequence[str]) -> list[Array]:
+        """Return registers that a product adds to: those that an earlier one brings, too."""
+        return [self._registers.get(name, _NOTHING.astype(np.uint32)) for name in names]
+
+    def bring(self, names: Sequence[str], values: Array, mask: Array, operands: Sequence[str]) -> None:
+        """Write registers, uint32, that are there when somebody has waited for the products asked for by now.
+
+        They are read from `operands`, registers too.
+        """
+        written = sorted(self._unfenced.intersection([*names, *operands])) if self._fenced else names
+        if written:
+            raise SharedMemoryError(f"{self.instruction} takes {written[0]} and no wgmma.fence lies between")
+        group = np.where(self.full(mask).any(1, keepdims=True), self.shared.products + 1, 0)
+        for name, value in zip(names, values, strict=True):
+            earlier = self._brought.pop(name, 0)
+            self.put(name, 4, value, mask)
+            self._brought[name] = np.maximum(group, earlier)
+        for name in operands:
+            self._taken[name] = np.maximum(group, self._taken.get(name, 0))
+        self._unfenced.difference_update(names)
+
+    def fence(self) -> None:
+        """Let products take registers as they are."""
+        self._fenced = True
+        self._unfenced.clear()
+
+    def complete(self, groups: Array, *, others: bool = False) -> None:
+        """End groups of products up to a number, (blocks, 1), whose `others` may be at work until a barrier."""
+        for flying in (self._brought, self._taken):
+            for name, group in list(flying.items()):
+                flying[name] = np.where(group <= groups, 0, group)
+                if not flying[name].any():
+                    del flying[name]
+        self.shared.complete(groups, others=others)
+        if "tensor" in self.__dict__:
+            self.tensor.complete(groups)
+
+    @cached_property
+    def tensor(self) -> TensorMemory:
+        """The tensor memory of the blocks, from its first use on."""
+        return TensorMemory(self.shape[0])
+
     def full(self, x: Array) -> Array:
         """Return an array with all its blocks and threads."""
         return np.ascontiguousarray(np.broadcast_to(x, self.shape))
 
-    def together(self, mask: Array, size: int, at: Instruction) -> Array:
-        """Return which groups of `size` threads execute an instruction; raise CannotRunError if part of one does."""
-        groups = self.full(mask).reshape(self.shape[0], -1, size)
+    def warps(self, mask: Array, at: Instruction) -> Array:
+        """Return which warps execute an instruction; raise CannotRunError if part of one does."""
+        groups = self.full(mask).reshape(self.shape[0], -1, WARP)
         some, every = groups.max(-1), groups.min(-1)
         if (some != every).any():
-            raise CannotRunError(f"{at} is reached by some threads of a {'warp' if size == WARP else 'block'} alone")
+            raise CannotRunError(f"{at} is reached by some threads of a warp alone")
         return np.asarray(some)
+
+    def gathered(self, mask: Array) -> tuple[Array, Array | None]:
+        """Return which blocks, (blocks, 1), execute an instruction with all their threads; and who waits for others."""
+        shown = self.full(mask)
+        whole = shown.min(1, keepdims=True)
+        return whole, None if shown.max() == whole.min() else shown & ~whole

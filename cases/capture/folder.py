@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -23,6 +23,13 @@ class Kept(NamedTuple):
 
     bytes: int
     telling: float
+    words: Mapping[str, str]  # its metadata
+
+    def shown(self, name: str) -> str:
+        """Return what it tells of its most telling layer; - where it does not."""
+        layers = [key.removesuffix(".telling") for key in self.words if key.endswith(".telling")]
+        most = max(layers, key=lambda layer: float(self.words[f"{layer}.telling"]), default="")
+        return self.words.get(f"{most}.{name}", "-")
 
 
 class Folder:
@@ -48,7 +55,7 @@ class Folder:
             suffixes = {file: match[2] or "" for file in path.iterdir() if (match := FILE.fullmatch(file.name))}
             sizes = {file: file.stat().st_size for file in suffixes}
         ours = {f"-rank{other}" for other in range(ranks)} if ranks > 1 else {""}
-        files_here = {file: Kept(sizes[file], telling) for file in sizes if (telling := _telling(file)) is not None}
+        files_here = {file: Kept(sizes[file], *told) for file in sizes if (told := _told(file)) is not None}
         of_this_run = {file: kept for file, kept in files_here.items() if suffixes[file] in ours}
         foreign = sum(size for file, size in sizes.items() if file not in of_this_run)
         self.budget = (budget - foreign) // ranks
@@ -90,15 +97,16 @@ class Folder:
             raise FileExistsError(path)
         partial = path.with_name(f".{path.stem}.partial")
         tensors, metadata = _content(step, layers)
+        metadata["telling"] = f"{telling:.6g}"
         with _write_errors(self.path):
             try:
-                self._save(tensors, partial, {**metadata, "telling": f"{telling:.6g}"})
+                self._save(tensors, partial, metadata)
                 size = partial.stat().st_size
                 os.replace(partial, path)
             finally:
                 partial.unlink(missing_ok=True)
         self._make_room(size)
-        self.kept[path] = Kept(size, telling)
+        self.kept[path] = Kept(size, telling, metadata)
         return path
 
     def _make_room(self, size: int) -> None:
@@ -117,12 +125,13 @@ def _write_errors(folder: Path) -> Iterator[None]:
         raise CaptureError(f"capture: cannot write to {folder}: {error.strerror or error}") from error
 
 
-def _telling(path: Path) -> float | None:
-    """Return how telling a file is by its metadata; None where `capture` did not write it, which it never touches."""
+def _told(path: Path) -> tuple[float, Mapping[str, str]] | None:
+    """Return how telling a file is, and its metadata; None where `capture` did not write it, which it never touches."""
     safetensors = import_module("safetensors")
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            return float((file.metadata() or {})["telling"])
+            words = file.metadata() or {}
+            return float(words["telling"]), words
     except (OSError, KeyError, ValueError, safetensors.SafetensorError):
         return None
 
@@ -131,13 +140,15 @@ def _content(step: int, layers: Sequence[Candidate]) -> tuple[dict[str, Tensor],
     tensors: dict[str, Tensor] = {}
     details = {"step": str(step), "causal": str(all(layer.call.causal for layer in layers)).lower()}
     for layer in layers:
-        assert layer.do is not None
         key, call = f"layer{layer.layer}", layer.call
-        parts = {"q": call.q, "k": call.k, "v": call.v, "o": layer.o, "do": layer.do}
+        parts = {"q": call.q, "k": call.k, "v": call.v, "o": layer.o, **({} if layer.do is None else {"do": layer.do})}
         host = {name: part.cpu().contiguous() for name, part in parts.items()}
         tensors |= {f"{key}.{name}": part for name, part in host.items()} | {f"{key}.heads": layer.heads.cpu()}
         details |= {f"{key}.causal": str(call.causal).lower(), f"{key}.name": layer.name}
+        details |= {} if layer.trained else {f"{key}.forward": "true"}
         details |= {} if call.scale is None else {f"{key}.scale": repr(call.scale)}
-        for name in ("telling", "repeated", "delta_bias", "largest"):
+        for name in ("telling", "repeated", "delta_bias", "largest", "sinks", "bias"):
             details[f"{key}.{name}"] = f"{getattr(layer.findings, name):.6g}"
+        entry, head = layer.heads[int(layer.findings.worst)].tolist()
+        details[f"{key}.worst"] = f"{head} of batch entry {entry}"
     return tensors, details

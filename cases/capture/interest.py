@@ -9,7 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tiebreak.cases.capture.watch import AttentionCall
+from tiebreak.cases.capture.watch import AttentionCall, NotHeldError
+from tiebreak.cases.captured import CANCELLED
+from tiebreak.cases.verdicts import MARGIN_ULPS
 from tiebreak.kernels.vendor import exact_products
 
 ROWS = 16  # of every query head, spread evenly
@@ -17,6 +19,8 @@ _SCORES = 2**22  # of one call that are looked at, at most
 _REPEATED = 1e-3  # another score within this of a row's maximum: the paper's eps
 _HARMFUL_DELTA = 1.5e-3  # delta's relative bias in the paper's failing kernel
 _HARMFUL_LOGIT = 88.0  # from here on exp underflows where a shift doubles the maximum
+_SINK = 0.9  # a P above this has the row nearly to itself: plain flash loses the rest in O-bar's cast
+_SPREAD = 3.0  # standard errors of a mean over the sampled elements that are taken for noise
 
 
 class Findings(NamedTuple):
@@ -26,6 +30,9 @@ class Findings(NamedTuple):
     delta_bias: float  # mean of delta_lp - delta_hp over mean |delta_hp|, averaged over heads, of rowsum(dO * O)
     drift: float  # |sum| / sum || of these errors: 1 where a head's errors have one sign
     largest: float  # score
+    sinks: float  # share of rows with one P above 0.9
+    bias: float  # ulp, of plain flash emulated on these rows: that of the most biased pair
+    worst: float  # the index of that pair among those kept
     unlike: float  # median over rows of |O - softmax(scale q k^T) v| / |O|: large where the call was no such thing
     kept_finite: float  # 1 where all that would be kept is finite
 
@@ -36,12 +43,13 @@ class Findings(NamedTuple):
 
     @property
     def telling(self) -> float:
-        """A score from 0 to 3: how much of each of the three known causes of harm there is."""
+        """A score from 0 to 5: how much of each of the known causes of harm, and of the bias itself, there is."""
         delta = min(1.0, abs(self.delta_bias) / _HARMFUL_DELTA) * self.drift
-        return self.repeated + delta + min(1.0, max(0.0, self.largest) / _HARMFUL_LOGIT)
+        logit, bias = max(0.0, self.largest) / _HARMFUL_LOGIT, abs(self.bias) / MARGIN_ULPS
+        return self.repeated + delta + min(1.0, logit) + self.sinks + min(1.0, bias)
 
 
-_UNKNOWN = Findings(*[math.nan] * 6)
+_UNKNOWN = Findings(*[math.nan] * len(Findings._fields))
 
 
 @contextmanager
@@ -60,16 +68,18 @@ class Candidate:
     call: AttentionCall  # q (pairs, groups, queries, d), k, v (pairs, 1, keys, d): a pair is a batch entry's key head
     o: Tensor  # (pairs, groups, queries, d)
     heads: Tensor  # batch entry and key head of every pair, (pairs, 2)
+    first: int  # query of the call that is the first here: of a sequence behind padding
     rows: slice  # of the queries that were looked at
-    statistics: Tensor  # repeated and largest by pair, and unlike: (2 pairs + 1,)
+    statistics: Tensor  # the rows' statistics by pair, and unlike: (4 pairs + 1,)
     error: Tensor  # O - softmax(scale q k^T) v of these rows, fp32, (pairs, groups, rows, d)
+    trained: bool  # whether a gradient may come
     do: Tensor | None = None  # as o
     findings: Findings = _UNKNOWN  # once its step has ended
 
     @property
     def bytes(self) -> int:
         """The size, on the device or in a file."""
-        parts = (self.call.q, self.call.k, self.call.v, self.o, self.o)  # dO is as O
+        parts = (self.call.q, self.call.k, self.call.v, *([self.o] * (1 + self.trained)))  # dO is as O
         return sum(part.numel() * part.element_size() for part in parts)
 
     def within(self, size: int) -> "Candidate | None":
@@ -84,26 +94,29 @@ class Candidate:
     def take(self, do: Tensor) -> None:
         """Keep the gradient of O, (batch, heads, queries, d) of the model; only the first one counts."""
         if self.do is None:
-            self.do = _pick(do, self.heads, self.o.shape[1])[:, :, : self.o.shape[2]].clone()
+            rows = slice(self.first, self.first + self.o.shape[2])
+            self.do = _pick(do[:, :, rows], self.heads, self.o.shape[1]).clone()
 
     def summary(self) -> Tensor:
         """Return all of `Findings` in one tensor, for one transfer."""
-        assert self.do is not None
-        do = self.do[:, :, self.rows].float()
+        kept = torch.zeros_like(self.o) if self.do is None else self.do
+        do = kept[:, :, self.rows].float()
         right = self.o[:, :, self.rows].float() - self.error
         wrong = (do * self.error).sum(-1).flatten(1)  # delta_lp - delta_hp, (pairs, rows)
         size, biased = (do * right).sum(-1).flatten(1).abs().sum(-1), wrong.sum(-1)
-        parts = (self.call.q, self.call.k, self.call.v, self.o, self.do)
+        parts = (self.call.q, self.call.k, self.call.v, self.o, kept)
         finite = torch.stack([torch.isfinite(part).all() for part in parts]).all()
-        delta = torch.stack([(biased / size).mean(), (biased.abs() / wrong.abs().sum(-1)).mean()])
-        (repeated, largest), unlike = self.statistics[:-1].reshape(2, -1), self.statistics[-1:]
-        return torch.cat(
-            [repeated.mean()[None], delta.nan_to_num(), largest.amax()[None], unlike, finite.float()[None]]
-        )
+        delta = torch.stack([(biased / size).mean(), (biased.abs() / wrong.abs().sum(-1)).mean()]).nan_to_num()
+        statistics, unlike = _Rows(*self.statistics[:-1].reshape(len(_Rows._fields), -1)), self.statistics[-1]
+        worst = statistics.bias.abs().argmax()
+        shares = [statistics.sinks.mean(), statistics.bias[worst], worst.float(), unlike, finite.float()]
+        return torch.stack([statistics.repeated.mean(), *delta, statistics.largest.amax(), *shares])
 
 
 def candidate(name: str, layer: int, call: AttentionCall, o: Tensor, pairs: int, tokens: int, turn: int) -> Candidate:
     """Look at a call of a module, by its name and its number, and copy the most telling heads.
+
+    Of a padded batch these are heads of sequences that stand in the same place, each cut to its own tokens.
 
     Args:
         call, o: q, k, v as the kernel took them, and what it returned, (batch, heads, queries, d).
@@ -111,6 +124,34 @@ def candidate(name: str, layer: int, call: AttentionCall, o: Tensor, pairs: int,
         tokens: queries to keep, the first; under a causal mask their keys alone.
         turn: moves the sampled rows from step to step.
     """
+    places: dict[tuple[int, int], list[int]] = {}
+    for entry, span in enumerate(call.spans or [slice(0, call.k.shape[2])] * call.q.shape[0]):
+        places.setdefault((span.start, span.stop), []).append(entry)
+    looked = []
+    for (start, stop), entries in places.items():
+        if start == stop:
+            continue  # a sequence without tokens
+        rows = slice(start, stop) if call.spans and call.q.shape[2] == call.k.shape[2] else slice(0, call.q.shape[2])
+        chosen = slice(None) if len(entries) == call.q.shape[0] else entries
+        parts = (call.q[chosen, :, rows], call.k[chosen, :, start:stop], call.v[chosen, :, start:stop])
+        cut = replace(call, q=parts[0], k=parts[1], v=parts[2], spans=())
+        looked.append(_look(name, layer, cut, o[chosen, :, rows], (pairs, tokens, turn), rows.start, entries))
+    if not looked:
+        raise NotHeldError("no tokens but padding")
+    return looked[0][1] if len(looked) == 1 else max(looked, key=lambda item: item[0].item())[1]
+
+
+def _look(
+    name: str,
+    layer: int,
+    call: AttentionCall,
+    o: Tensor,
+    most: tuple[int, int, int],
+    first: int,
+    entries: list[int],
+) -> tuple[Tensor, Candidate]:
+    """Return the most telling heads of a call without padding, and how telling the first of them is."""
+    pairs, tokens, turn = most
     queries = min(call.q.shape[2], tokens)
     keys = call.k.shape[2] - call.q.shape[2] + queries if call.causal else call.k.shape[2]
     # A batch that is larger than can be looked at is looked at in part.
@@ -119,19 +160,19 @@ def candidate(name: str, layer: int, call: AttentionCall, o: Tensor, pairs: int,
     batch, stride = slice(max(1, _SCORES // (heads * rows * keys))), max(1, queries // rows)
     at = slice(turn % stride, queries, stride)
     cut = replace(call, q=call.q[batch, :, :queries], k=call.k[batch, :, :keys], v=call.v[batch, :, :keys])
-    repeated, largest, exact = _rows(cut, at)
-    score = repeated + (largest / _HARMFUL_LOGIT).clamp(0, 1)
-    chosen = score.flatten().nan_to_num().topk(min(pairs, score.numel())).indices
+    statistics, exact = _rows(cut, at)
+    score = statistics.score
+    telling, chosen = score.flatten().nan_to_num().topk(min(pairs, score.numel()))
     where = torch.stack([chosen // score.shape[1], chosen % score.shape[1]], 1)
     groups = heads // call.k.shape[1]
     outputs = _pick(o[batch, :, :queries], where, groups).clone()
     error = outputs[:, :, at].float() - _pick(exact, where, groups)
     unlike = error.norm(dim=-1) / outputs[:, :, at].float().norm(dim=-1)
-    unlike = unlike.nan_to_num().flatten().median()
-    statistics = torch.cat([repeated.flatten()[chosen], largest.flatten()[chosen], unlike[None]])
+    kept = torch.cat([*(part.flatten()[chosen] for part in statistics), unlike.nan_to_num().flatten().median()[None]])
     q = _pick(cut.q, where, groups)
     mine = replace(cut, q=q * cut.factor, k=_pick(cut.k, where, 1), v=_pick(cut.v, where, 1), factor=1.0)
-    return Candidate(name, layer, mine, outputs, where, at, statistics, error)
+    of_call = torch.stack([torch.tensor(entries, device=where.device)[where[:, 0]], where[:, 1]], 1)
+    return telling[0], Candidate(name, layer, mine, outputs, of_call, first, at, kept, error, o.requires_grad)
 
 
 def _pick(x: Tensor, where: Tensor, groups: int) -> Tensor:
@@ -139,9 +180,52 @@ def _pick(x: Tensor, where: Tensor, groups: int) -> Tensor:
     return x.reshape(x.shape[0], -1, groups, *x.shape[2:])[where[:, 0], where[:, 1]]
 
 
-def _rows(call: AttentionCall, at: slice) -> tuple[Tensor, Tensor, Tensor]:
-    """Return, by key head, the share of sampled rows that repeat their maximum, the largest score, and O in fp32."""
-    (batch, heads, queries), (key_heads, keys) = call.q.shape[:3], call.k.shape[1:3]
+class _Rows(NamedTuple):
+    """Statistics of the sampled rows by batch entry and key head, (batch, key heads)."""
+
+    repeated: Tensor
+    largest: Tensor
+    sinks: Tensor
+    bias: Tensor  # ulp, of plain flash, as far as it stands out of the noise
+
+    @property
+    def score(self) -> Tensor:
+        """How telling a head is before its backward pass."""
+        logit, bias = self.largest / _HARMFUL_LOGIT, self.bias.abs() / MARGIN_ULPS
+        return self.repeated + logit.clamp(0, 1) + self.sinks + bias.clamp(0, 1)
+
+
+def _rows(call: AttentionCall, at: slice) -> tuple[_Rows, Tensor]:
+    """Return statistics of the sampled rows, and their O in fp32, (batch, heads, rows, d)."""
+    s, v = _scores(call, at), call.v.float()
+    highest = s.amax(-1, keepdim=True)
+    p = torch.exp(s - highest)
+    total = p.sum(-1, keepdim=True)
+    statistics = [
+        ((s >= highest - _REPEATED).sum(-1) > 1).float().mean(-1),
+        highest.flatten(2).amax(-1),
+        (total < 1 / _SINK).float().flatten(2).mean(-1),  # the largest P is 1 / total
+    ]
+    o = (p / total) @ v
+    fmt = torch.bfloat16 if call.v.dtype == torch.float32 else call.v.dtype
+    if fmt != call.v.dtype:  # a model in fp32: what it would meet in bf16
+        q, k, v = (part.to(fmt) for part in (call.q, call.k, call.v))
+        s, v = _scores(replace(call, q=q, k=k), at), v.float()
+        p = torch.exp(s - s.amax(-1, keepdim=True))
+        total = p.sum(-1, keepdim=True)
+    flash = ((p.to(fmt).float() @ v).to(fmt).float() / total).to(fmt).float()
+    exact, size = (p / total) @ v, (p / total) @ v.abs()
+    unit = torch.exp2(torch.floor(torch.log2(exact.abs())) + math.log2(torch.finfo(fmt).eps)) * exact.sign()
+    error = torch.where(exact.abs() >= CANCELLED * size, (flash - exact) / unit, torch.nan).flatten(2)
+    bias, many = error.nanmean(-1), (~error.isnan()).sum(-1)
+    noise = _SPREAD * ((error - bias[..., None]).square().nanmean(-1) / many).sqrt()
+    statistics.append((bias.sign() * (bias.abs() - noise).clamp(min=0)).nan_to_num())
+    return _Rows(*statistics), o.reshape(*call.q.shape[:2], -1, v.shape[-1])
+
+
+def _scores(call: AttentionCall, at: slice) -> Tensor:
+    """Return the scores of the sampled rows, fp32, (batch, key heads, query heads of each * rows, keys)."""
+    (batch, _, queries), (key_heads, keys) = call.q.shape[:3], call.k.shape[1:3]
     q = call.q[:, :, at].float()
     rows = q.shape[2]
     # The query heads of a key head and their rows in one dimension: no copy of K for each.
@@ -150,7 +234,4 @@ def _rows(call: AttentionCall, at: slice) -> tuple[Tensor, Tensor, Tensor]:
         row = torch.arange(*at.indices(queries), device=s.device) + keys - queries
         later = torch.arange(keys, device=s.device) > row[:, None]
         s = s.reshape(batch, key_heads, -1, rows, keys).masked_fill(later, -torch.inf).flatten(2, 3)
-    highest = s.amax(-1, keepdim=True)
-    repeated = ((s >= highest - _REPEATED).sum(-1) > 1).float().mean(-1)
-    o = torch.softmax(s, -1) @ call.v.float()
-    return repeated, highest.flatten(2).amax(-1), o.reshape(batch, heads, rows, -1)
+    return s

@@ -10,14 +10,25 @@ from pathlib import Path
 from types import TracebackType
 
 import torch
+from tabulate import tabulate
 from torch import Tensor, nn
 
-from tiebreak.cases.capture.folder import MB, Folder
+from tiebreak.cases.capture.folder import MB, Folder, Kept
 from tiebreak.cases.capture.interest import Candidate, Findings, candidate, measuring
 from tiebreak.cases.capture.watch import AttentionCall, AttentionModule, CaptureError, ModelWatch, NotHeldError, Place
 
 _UNLIKE = 0.1  # an O further from softmax(scale q k^T) v than this is that of another function
 _SHOWN = 5  # files in the summary
+#: What a file tells of its most telling layer, and what the summary calls it.
+_COLUMNS = {
+    "name": "layer",
+    "repeated": "maximum repeats",
+    "largest": "largest logit",
+    "sinks": "P > 0.9",
+    "delta_bias": "bias of delta",
+    "bias": "flash's bias (ulp)",
+    "worst": "worst head",
+}
 
 
 @dataclass(eq=False, repr=False)
@@ -33,11 +44,13 @@ class Capture:
 
     Seen are calls of `torch.nn.functional.scaled_dot_product_attention`, Hugging Face's attention functions, and the
     modules that are named. Every `every`-th step is looked at: a few rows of every head show how many repeat their
-    maximum, how biased delta = rowsum(dO * O) is, and the largest logit. The first forward pass of such a step counts,
-    not what gradient accumulation or activation checkpointing repeats. Calls that the captured format can't hold
-    (dropout, masks that are not causal, biases) are counted and named, not kept. The model's numbers stay the same to
-    the bit. There are no collective calls: under DDP and FSDP every process writes its own files, named for its
-    rank, under its share of the budget. One run at a time writes into a folder.
+    maximum, how many have one P above 0.9, how biased delta = rowsum(dO * O) is, the largest logit, and the bias that
+    plain flash attention would have. The first forward pass of such a step counts, not what gradient accumulation or
+    activation checkpointing repeats; of a call without a graph, as under `torch.no_grad`, dO is missing. Sequences of
+    a padded batch are cut to their own tokens. Calls that the captured format can't hold (dropout, other masks than
+    causal ones and padding, biases) are counted and named, not kept. The model's numbers stay the same to the bit.
+    There are no collective calls: under DDP and FSDP every process writes its own files, named for its rank, under its
+    share of the budget. One run at a time writes into a folder.
 
     Raises:
         CaptureError: on entry, where an argument or the folder can't be used or safetensors is missing; in the first
@@ -92,6 +105,8 @@ class Capture:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Stop, also after Ctrl-C: every written file is complete."""
+        if kind is None and not self.steps and any(not copied.trained for copied in self._candidates):
+            self.step()  # a forward pass alone: there is no optimiser whose step could end
         self._undo.close()
         self._candidates.clear()
         if not self.quiet and _ranks()[0] == 0:
@@ -107,7 +122,7 @@ class Capture:
         self._begin()
 
     def _begin(self) -> None:
-        self._done: set[Place] = set()  # calls of this step that were looked at
+        self._done: dict[Place, bool] = {}  # calls of this step that were looked at: whether with a graph
         self._candidates: list[Candidate] = []
         self._left: list[int] = []  # layers that this step had no memory for
         looking = self._number % self.every == 0
@@ -119,10 +134,12 @@ class Capture:
     ) -> None:
         """Look at one call; a repetition of it in this step does not count."""
         layer = self._layers.setdefault(place, len(self._layers))
-        # Without a gradient: an evaluation, or the first pass of a checkpoint whose second pass has one.
-        if place in self._done or not out.requires_grad:
+        # Without a graph: an evaluation, or the first pass of a checkpoint, whose second pass takes its place.
+        before = self._done.get(place)
+        if before or before is out.requires_grad:
             return
-        self._done.add(place)
+        self._done[place] = out.requires_grad
+        self._candidates = [copied for copied in self._candidates if copied.layer != layer]
         full = sum(copied.bytes for copied in self._candidates) > self.memory_mb * MB
         if full:
             self._left.append(layer)
@@ -136,10 +153,13 @@ class Capture:
             with measuring(out.device):
                 how = (self.heads, self.tokens, self._number // self.every)
                 copied = candidate(place.module, layer, attention_call, to_heads(out.detach()), *how)
+                copied.trained = out.requires_grad
         except NotHeldError as reason:
             self.calls[f"with {reason}"] += 1
             return
         self._candidates.append(copied)
+        if not copied.trained:
+            return
 
         def hook(gradient: Tensor) -> None:
             with measuring(gradient.device):
@@ -150,7 +170,7 @@ class Capture:
     def _keep(self) -> None:
         """Write the most telling layers of the step that ends, if they are more telling than those kept."""
         self._first = min(self._left, default=0)
-        ended = [part for part in self._candidates if part.do is not None]
+        ended = [part for part in self._candidates if part.do is not None or not part.trained]
         self.calls["without a gradient of O"] += len(self._candidates) - len(ended)
         if not ended:
             return
@@ -187,7 +207,7 @@ class Capture:
             self.written += [] if path is None else [path]
 
     def summary(self) -> str:
-        """Return counts of calls and files, and the command to run next; several lines."""
+        """Return counts of calls and files, a table of the most telling layers, and the next command."""
         folder = self._folder
         looked = f"looked at {self.looked} of {self.steps} steps"
         lines = [f"capture: {looked}, {self.calls['looked at']} calls of attention"]
@@ -197,11 +217,16 @@ class Capture:
         lines += [f"not kept: {count} calls {why}" for why, count in self.calls.items() if count and why != "looked at"]
         size = f"{folder.bytes / MB:.1f} of {folder.budget / MB:.1f} MB"
         lines.append(f"{len(folder.kept)} files, {size}, in {folder.path}")
-        ranked = sorted(folder.kept.items(), key=lambda item: -item[1].telling)
-        lines += [f"  {path.name}  telling {file.telling:.2f} of 3" for path, file in ranked[:_SHOWN]]
         if folder.kept:
-            lines.append(f"next: python -m pytest -n auto tests/matrix --captured {folder.path}")
+            lines += [*_table(folder.kept), f"next: python -m pytest -n auto tests/matrix --captured {folder.path}"]
         return "\n".join(lines)
+
+
+def _table(kept: Mapping[Path, Kept]) -> list[str]:
+    """Return the most telling layer of each of the most telling files as lines of a table."""
+    ranked = sorted(kept.items(), key=lambda item: -item[1].telling)[:_SHOWN]
+    rows = [[path.name, f"{file.telling:.2f}", *map(file.shown, _COLUMNS)] for path, file in ranked]
+    return tabulate(rows, headers=["file", "telling", *_COLUMNS.values()], disable_numparse=True).splitlines()
 
 
 capture = Capture

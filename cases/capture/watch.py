@@ -9,7 +9,7 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, NamedTuple
@@ -54,6 +54,7 @@ class AttentionCall:
     scale: float | None  # None: 1/sqrt(d)
     factor: float = 1.0  # a power of two that belongs into q: what folds another scale into 1/sqrt(d)
     sure: bool = False  # whether the function defines it so, or its arguments most likely mean it
+    spans: tuple[slice, ...] = ()  # by batch entry, the tokens of its sequence; none: all of them
 
     @property
     def alpha(self) -> float:
@@ -61,20 +62,46 @@ class AttentionCall:
         return (1 / math.sqrt(self.q.shape[-1]) if self.scale is None else self.scale) * self.factor
 
 
-def _is_causal(mask: Tensor, queries: int, keys: int) -> bool:
-    """Return whether a mask is causal; False where it hides nothing. NotHeldError: it is any other mask."""
+class _Mask(NamedTuple):
+    """What a mask says, where the captured format has words for it."""
+
+    causal: bool = False
+    spans: tuple[slice, ...] = ()  # as an `AttentionCall` has them
+
+
+def _read_mask(mask: Tensor, batch: int, queries: int, keys: int) -> _Mask:
+    """Return the meaning of a mask that is causal, hides padding, or both. NotHeldError: it is any other mask."""
     if mask.dtype == torch.bool:
-        hidden, plain = ~mask, torch.ones((), dtype=torch.bool, device=mask.device)
+        visible, plain = mask, True
     else:
         hidden = mask <= torch.finfo(mask.dtype).min / 2
-        plain = ((mask == 0) | hidden).all()
-    later = torch.ones(queries, keys, dtype=torch.bool, device=mask.device).triu(keys - queries + 1)
-    zeros = nothing = causal = False
-    with suppress(RuntimeError):  # of a shape that does not go with the scores: packed, or of blocks
-        zeros, nothing, causal = torch.stack([plain, ~hidden.any(), (hidden == later).all()]).tolist()
-    if not zeros or not (nothing or causal):
-        raise NotHeldError("a mask that is not causal")
-    return not nothing
+        visible, plain = ~hidden, bool(((mask == 0) | hidden).all())
+    other = NotHeldError("a mask that is neither causal nor of padding")
+    try:  # of a shape that does not go with the scores: packed, or of blocks
+        seen = visible[(None,) * (4 - visible.dim())].expand(batch, -1, queries, keys)
+    except (IndexError, RuntimeError):
+        raise other from None
+    own = seen[:, :1, -1]  # the last query of a sequence sees all of its keys, and so does padding behind it
+    spans = _spans(own[:, 0])
+    if not plain or (seen[:, :, -1] != own).any():
+        raise other
+    # What padding itself sees is up to the model: it has no rows where it has keys.
+    padding = ~own[:, :, :, None] if queries == keys else False
+    earlier = torch.ones(queries, keys, dtype=torch.bool, device=mask.device).tril(keys - queries)
+    for causal in (False, True):
+        if ((seen == (own[:, :, None] & (earlier | (not causal)))) | padding).all():
+            return _Mask(causal, spans)
+    raise other
+
+
+def _spans(seen: Tensor) -> tuple[slice, ...]:
+    """Return where each sequence's tokens stand, of (batch, keys) that are its own; none if all are."""
+    first, many = seen.int().argmax(1), seen.sum(1)
+    at = torch.arange(seen.shape[1], device=seen.device)
+    if (seen != ((at >= first[:, None]) & (at < (first + many)[:, None]))).any():
+        raise NotHeldError("padding within a sequence")
+    spans = tuple(slice(start, start + size) for start, size in torch.stack([first, many], 1).tolist())
+    return () if all(span == slice(0, seen.shape[1]) for span in spans) else spans
 
 
 def sdpa_call(
@@ -95,11 +122,12 @@ def sdpa_call(
     if dropout_p > 0:
         raise NotHeldError("dropout")
     q, k, v = _as_the_kernel_takes(query, key, value)
+    mask = _Mask(is_causal)
     if attn_mask is not None:
-        is_causal = _is_causal(attn_mask, q.shape[2], k.shape[2])
+        mask = _read_mask(attn_mask, q.shape[0], q.shape[2], k.shape[2])
     elif is_causal:  # PyTorch's flag lets query i see keys 0 .. i: the later ones take no part
         k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]
-    return plain_call(q, k, v, is_causal, scale, sure=True)
+    return plain_call(q, k, v, mask, scale, sure=True)
 
 
 def hugging_face_call(
@@ -130,17 +158,16 @@ def hugging_face_call(
     if mask is not None and not isinstance(mask, Tensor):
         raise NotHeldError(f"a {type(mask).__name__}")
     if mask is not None and (name == "eager" or mask.dim() != 2):
-        causal = _is_causal(mask, q.shape[2], k.shape[2])
-    elif mask is not None and not bool(mask.all()):
-        raise NotHeldError("padding")
-    else:
-        flag = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        causal = name != "eager" and bool(flag)
-    return plain_call(q, k, v, causal, scaling)
+        return plain_call(q, k, v, _read_mask(mask, q.shape[0], q.shape[2], k.shape[2]), scaling)
+    flag = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = name != "eager" and bool(flag)
+    if mask is not None and mask.shape != (q.shape[0], k.shape[2]):
+        raise NotHeldError("padding of other tokens than K's")
+    return plain_call(q, k, v, _Mask(causal, () if mask is None else _spans(mask.bool())), scaling)
 
 
 def plain_call(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, *, sure: bool = False
+    q: Tensor, k: Tensor, v: Tensor, mask: _Mask, scale: float | None, *, sure: bool = False
 ) -> AttentionCall:
     """Return a call whose mask is known, tensors (batch, heads, tokens, d); NotHeldError: the format can't hold it."""
     q, k, v = _as_the_kernel_takes(q, k, v)
@@ -148,15 +175,17 @@ def plain_call(
         raise NotHeldError("V of another shape than K" if k.shape != v.shape else "K of another width than Q")
     if q.shape[0] != k.shape[0] or not k.shape[1] or q.shape[1] % k.shape[1] or 0 in q.shape or 0 in k.shape:
         raise NotHeldError("tensors that are empty, or whose batches or heads do not go together")
-    if causal and q.shape[2] > k.shape[2]:
+    if mask.causal and q.shape[2] > k.shape[2]:
         raise NotHeldError("a causal mask of more queries than keys")
+    if mask.causal and mask.spans and q.shape[2] != k.shape[2]:
+        raise NotHeldError("padding under a causal mask of fewer queries than keys")
     if scale is not None and not 0 < scale < math.inf:
         raise NotHeldError("a scale that is not positive")
     ratio = 1.0 if scale is None else scale * math.sqrt(q.shape[-1])
     power = 2.0 ** round(math.log2(ratio))
     if abs(ratio / power - 1) < _AS_DEFAULT:
-        return AttentionCall(q, k, v, causal, None, power, sure)  # exact in q, so that every kernel can run it
-    return AttentionCall(q, k, v, causal, scale, sure=sure)
+        scale = None  # exact in q, so that every kernel can run it
+    return AttentionCall(q, k, v, mask.causal, scale, power if scale is None else 1.0, sure, mask.spans)
 
 
 def _as_the_kernel_takes(*given: Tensor) -> list[Tensor]:
@@ -329,7 +358,7 @@ def _module_call(module: nn.Module, how: AttentionModule, args: Any, kwargs: Any
     q, k, v = (next(arguments[word] for word in words if word in arguments) for words in _NAMES)
     if not how.heads_first:
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    return plain_call(q, k, v, how.causal, how.scale)
+    return plain_call(q, k, v, _Mask(how.causal), how.scale)
 
 
 def _sources(model: nn.Module) -> list[Any]:

@@ -11,18 +11,16 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from importlib.resources import files
-from typing import Any, BinaryIO, cast
+from typing import cast
 
 import numpy as np
 import torch
-from numpy.random import Philox, SeedSequence
-from torch import Tensor, nn
-from torch.nn.functional import log_softmax, softmax
+from torch import Tensor
+from torch.nn.functional import log_softmax
 
 from tiebreak.cases.gpt2.attention import FP32_ATTENTION, HeadKernel
-from tiebreak.cases.gpt2.data import Batches, corpus
+from tiebreak.cases.gpt2.data import corpus
 from tiebreak.cases.gpt2.model import GPT2, Configuration, KeyValueCache, everywhere
-from tiebreak.cases.gpt2.optimizers import CLIP, Schedule, adamw
 from tiebreak.kernels.arithmetic import Arithmetic
 
 VERSION = 1  # raised when the recipe changes: log-probabilities of other versions are not comparable
@@ -30,12 +28,10 @@ SEQUENCES, CONTEXT = 32, 128  # of the evaluation: 4,064 tokens have a log-proba
 CHUNK = 32  # tokens of a prefill in chunks
 CONFIGURATION = Configuration(3, 2, 64, CONTEXT, len(corpus().vocabulary))
 DIGEST = "d33b5915c0a09f71"  # of weights and tokens
-_FILE, _TOKENS = "fixture.npz", "tokens"
-_SEED, _DATA_SEED, _SAMPLE_SEED = 1, 11, 12
-_STEPS, _BATCH = 200, 8
-_RATE = Schedule(_STEPS, 5e-3, 20)
-_EXACT = HeadKernel(FP32_ATTENTION)  # instead of a kernel: in fp64 attention is PyTorch's
-_NO_ARITHMETIC = cast(Arithmetic, None)  # likewise
+_FILE, TOKENS = "fixture.npz", "tokens"  # and its part that is no weight
+_SEED = 1
+EXACT = HeadKernel(FP32_ATTENTION)  # instead of a kernel: in fp64 attention is PyTorch's
+NO_ARITHMETIC = cast(Arithmetic, None)  # likewise
 
 
 class Way(Enum):
@@ -76,44 +72,18 @@ class Read:
 
 @cache
 def fixture() -> Fixture:
-    """Return the model and its tokens from the file that `trained` made once; ValueError: it is not that file."""
+    """Return the model and its tokens from the file that tests/studies/language_model.py makes; ValueError: changed."""
     with files("tiebreak.cases.gpt2").joinpath(_FILE).open("rb") as file, np.load(file, allow_pickle=False) as kept:
         parts = {name: torch.from_numpy(kept[name]) for name in kept.files}
-    tokens = parts.pop(_TOKENS).long()
-    made = _fixture({name: bits.view(torch.bfloat16).double() for name, bits in parts.items()}, tokens)
+    tokens = parts.pop(TOKENS).long()
+    made = fixture_of({name: bits.view(torch.bfloat16).double() for name, bits in parts.items()}, tokens)
     if made.digest != DIGEST:
         raise ValueError(f"{_FILE} was changed: its digest is {made.digest}, not {DIGEST}; install tiebreak again")
     return made
 
 
-def trained() -> Fixture:
-    """Train the model and sample: some seconds."""
-    model = _model(_EXACT, _NO_ARITHMETIC).double()
-    optimizer, batches = adamw(list(model.parameters())), Batches(corpus().tokens, _BATCH, CONTEXT, _DATA_SEED)
-    for step in range(_STEPS):
-        for group in optimizer.param_groups:
-            group["lr"] = _RATE.at(step)
-        optimizer.zero_grad()
-        tokens, targets = batches.batch(step)
-        loss = nn.functional.cross_entropy(model(tokens, step).flatten(0, 1), targets.flatten())
-        loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-    weights = {name: weight.detach().bfloat16().double() for name, weight in model.named_parameters()}
-    model.load_state_dict(weights)
-    first = Batches(corpus().tokens, SEQUENCES, CONTEXT, _SAMPLE_SEED).batch(0)[0][:, :1]
-    tokens, _ = sampled(model, first, draws((_SAMPLE_SEED,), CONTEXT))
-    return _fixture(weights, tokens)
-
-
-def keep(made: Fixture, file: BinaryIO) -> None:
-    """Write what `fixture` reads: weights as the bits of bf16, and tokens."""
-    parts: dict[str, Any] = {name: weight.bfloat16().view(torch.int16) for name, weight in made.weights.items()}
-    parts[_TOKENS] = made.tokens.short()
-    np.savez_compressed(file, **parts)
-
-
-def _fixture(weights: Mapping[str, Tensor], tokens: Tensor) -> Fixture:
+def fixture_of(weights: Mapping[str, Tensor], tokens: Tensor) -> Fixture:
+    """Return weights and tokens with their digest."""
     digest = hashlib.sha256(b"".join(part.numpy().tobytes() for part in (*weights.values(), tokens))).hexdigest()[:16]
     return Fixture(weights, tokens, digest)
 
@@ -121,19 +91,20 @@ def _fixture(weights: Mapping[str, Tensor], tokens: Tensor) -> Fixture:
 @cache
 def exact() -> Read:
     """Return the log-probabilities with attention in fp64, from which errors are measured."""
-    model = _model(_EXACT, _NO_ARITHMETIC).double()
+    model = model_with(EXACT, NO_ARITHMETIC).double()
     model.load_state_dict(dict(fixture().weights))
     return _read(model, Way.PREFILL, 0)
 
 
 def read(head: HeadKernel, arithmetic: Arithmetic, device: str, way: Way = Way.PREFILL, draw: int = 0) -> Read:
     """Return the log-probabilities with a kernel in every head, all else in fp32; `draw` numbers its random bits."""
-    model = _model(head, arithmetic)
+    model = model_with(head, arithmetic)
     model.load_state_dict({name: weight.float() for name, weight in fixture().weights.items()})
     return _read(model.to(device), way, draw)
 
 
-def _model(head: HeadKernel, arithmetic: Arithmetic) -> GPT2:
+def model_with(head: HeadKernel, arithmetic: Arithmetic) -> GPT2:
+    """Return a model of the fixture's sizes with a kernel in every head, untrained."""
     return GPT2(CONFIGURATION, everywhere(head, CONFIGURATION), arithmetic, _SEED)
 
 
@@ -157,27 +128,3 @@ def log_probabilities_of(logits: Tensor, tokens: Tensor) -> Tensor:
     """Return the log-probability of every token but the first, (batch, tokens - 1); logits (batch, tokens, words)."""
     whole = log_softmax(logits[:, :-1].cpu().double(), -1)
     return whole.gather(-1, tokens[:, 1:, None].long().cpu())[..., 0]
-
-
-def draws(seed: tuple[int, ...], tokens: int) -> Tensor:
-    """Return random numbers in [0, 1) for drawing tokens, the same everywhere: (tokens, SEQUENCES), fp64."""
-    raw = Philox(SeedSequence(seed)).random_raw(SEQUENCES * tokens).reshape(tokens, SEQUENCES)
-    return torch.from_numpy((raw >> np.uint64(11)).astype(np.float64) * 2.0**-53)
-
-
-@torch.no_grad()
-def sampled(model: GPT2, first: Tensor, uniform: Tensor, step: int = 0) -> tuple[Tensor, Tensor]:
-    """Draw tokens from a model on the host by decode with a cache; return them and their log-probabilities.
-
-    `first` holds the first token of each sequence, (SEQUENCES, 1); `uniform` the random numbers, from `draws`; the step
-    seeds the noise. The tokens are (SEQUENCES, tokens); the log-probabilities have one fewer, nats, fp64.
-    """
-    tokens, memory, chosen = first, KeyValueCache(), list[Tensor]()
-    for each in uniform[1:]:
-        logits = model(tokens[:, -1:], step, memory)[:, -1].double()
-        below = softmax(logits, -1).cumsum(-1)
-        below /= below[:, -1:].clone()  # which rounding may leave below the largest draw
-        token_ids = torch.searchsorted(below, each[:, None], right=True)
-        chosen.append(log_softmax(logits, -1).gather(-1, token_ids))
-        tokens = torch.cat([tokens, token_ids], 1)
-    return tokens, torch.cat(chosen, 1)

@@ -67,6 +67,7 @@ class Places:
     k: Placing | None = None
     v: Placing | None = None
     do: Placing | None = None
+    v_in_k: bool = False  # whether V is the first columns of K, and lies there: a latent cache
 
     @classmethod
     def all(cls, placing: Placing) -> "Places":
@@ -119,6 +120,7 @@ class Call:
         held = {"q": (inputs.q, None), "k": inputs.stored("k"), "v": inputs.stored("v"), "do": (inputs.do, None)}
         laid = {name: self.laid(*tensor) for name, tensor in held.items()}
         q, k, v, do = (place(x) if (place := getattr(places, name)) else x for name, x in laid.items())
+        v = k[..., : v.shape[-1]] if places.v_in_k else v
         if not (gradients and self._trains and self.convention.options.backward == AUTOGRAD):
             return Placed((q, k, v), (q, k, v), do)
         sink = None if inputs.sink is None else inputs.sink.to(self._dtype, copy=True).requires_grad_()

@@ -24,7 +24,7 @@ from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.external.call import Call, Placed, broken
 from tiebreak.kernels.external.isolation import CLOCK, kept_state
 from tiebreak.kernels.external.options import AUTOGRAD, NO_BACKWARD, Convention, KernelOptions
-from tiebreak.kernels.features import OBLONG_CAUSAL, OWN_SCALE, PAGES, PLACED
+from tiebreak.kernels.features import ALIBI, CAPPED_BIAS, OBLONG_CAUSAL, OWN_SCALE, PAGES, PLACED, WINDOW
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Blame, CannotRunError, in_one_line
 from tiebreak.kernels.triton.loading import Tuning, is_interpreting
@@ -72,6 +72,9 @@ class Caller:
         table = next((word for word, feature in values.items() if feature is PAGES and word in needed), None)
         if table is not None and inputs.block_table is None:
             return f"it needs a {table}, which a call without pages does not have: --features pages asks those that do"
+        uncapped = inputs.softcap and inputs.added is not None and not inputs.capped_bias
+        if uncapped and CAPPED_BIAS in self.convention.takes:
+            return "takes=capped_bias: it adds a bias before the soft cap"
         if inputs.key_padding is not None and (reason := self._not_by_lengths(inputs, inputs.key_padding)):
             return reason
         try:
@@ -88,8 +91,8 @@ class Caller:
             return f"its {word} counts the first keys, and others are seen"
         if word is None or convention.mask is not None:
             return None
-        if (inputs.causal and not inputs.own_ends) or inputs.window != (None, None):
-            return f"its {word} ends a sequence, and so moves a causal mask or a window"
+        if (inputs.causal and not inputs.own_ends) or not {ALIBI, WINDOW}.isdisjoint(inputs.required_features()):
+            return f"its {word} ends a sequence, and so moves a causal mask, a window or a distance"
         # With a table of pages it may count keys in pages only.
         of_pages = PAGES in convention.values.values()
         return f"its {word} counts keys in pages" if of_pages and not paged else None

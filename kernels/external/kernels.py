@@ -26,13 +26,6 @@ class UserKernel(Kernel):
 
     caller: Caller = field(kw_only=True)  # how it is called
 
-    def with_keywords(self, **keywords: object) -> "UserKernel":
-        """Return the same kernel with further keywords, whatever its options say of them."""
-        called = self.caller.convention
-        options = replace(called.options, options={**called.options.options, **keywords})
-        caller = replace(self.caller, convention=replace(called, options=options))
-        return replace(self, caller=caller, compute=caller.compute)
-
 
 def external_kernel(target: str, plan: str | None = None, flags: Sequence[str] = ()) -> UserKernel:
     """Return the kernel of `--kernel`, with `--plan` before its author's, and `--declare`; LoadError names the flag."""

@@ -280,7 +280,8 @@ class Convention:
     @property
     def tried(self) -> frozenset[Feature]:
         """The features of inputs to try though nothing declares them: its signature need not show them."""
-        return frozenset({GROUPED, VALUE_DIM}) - self.takes - self.options.features_in("refuses")
+        variants = {each for each in FEATURES if each.variant_of in {feature.taken for feature in self.takes} - {""}}
+        return frozenset({GROUPED, VALUE_DIM} | variants) - self.takes - self.options.features_in("refuses")
 
     @property
     def causal_where_square(self) -> bool:

@@ -36,7 +36,7 @@ def forward_block(block: Block, d: int) -> Block:
     """Return the tiles of a forward launch on a GPU: as declared, or with fewer queries to fit the shared memory.
 
     With `options` they fit the 99 KiB of the smallest card, an Ada or a desktop Blackwell, at every head dimension.
-    How many queries share a tile changes no bit of any row.
+    How many queries share a tile changes no bit of any row, except that of B200's row sums (two threads may share one).
     """
     return block if d <= 128 else Block(min(block.queries, 64), block.keys)
 
@@ -117,13 +117,15 @@ class TritonCall:
         if self.is_interpreted and not is_interpreting():
             raise ValueError("the compiled kernels run on a GPU, not on cpu: there the backend interpreter runs them")
         function, inputs = getattr(source(part), kernel), (self.q, self.k, self.v, self.padding)
+        # A card may order a row's sum by how many rows a tile has there.
+        rows = {"rows": forward_block(self.config.block, config.d).queries} if self.is_interpreted else {}
         try:
             with (
                 nullcontext()
                 if self.q.device.type == "cpu"
                 else torch.get_device_module(self.q.device).device(self.q.device)
             ):
-                function[grid](*inputs, *args, C=config, **options(config.d))
+                function[grid](*inputs, *args, C=config, **options(config.d), **rows)
         except OutOfResources as error:
             raise ValueError(f"{kernel} at head dimension {config.d}: {' '.join(str(error).split())}") from error
 

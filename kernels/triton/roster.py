@@ -1,29 +1,17 @@
-"""The Triton kernels by name, their declarations, and what there is to compile."""
+"""The Triton kernels by name, and their declarations."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from tiebreak.kernels.algorithms import FLASH_ATTENTION, STANDARD_ATTENTION
 from tiebreak.kernels.features import COMMON
 from tiebreak.kernels.flash import Block
-from tiebreak.kernels.formats import BF16, FP8_E4M3, FP32, Formats
+from tiebreak.kernels.formats import FP8_E4M3
 from tiebreak.kernels.kernel import Declaration, Kernel
 from tiebreak.kernels.plans import PLANS, STANDARD, Exponential
 from tiebreak.kernels.shift_rules import SHIFT_RULES
-from tiebreak.kernels.triton.compiling import source
-from tiebreak.kernels.triton.config import Config
-from tiebreak.kernels.triton.launch import (
-    FORWARD,
-    backward_block,
-    format_of_v,
-    forward_block,
-    options,
-    refusal,
-    run,
-    unsuited,
-)
+from tiebreak.kernels.triton.launch import refusal, run, unsuited
 
 BLOCK = Block(128, 64)
 _RULES_AND_PLANS = {
@@ -62,40 +50,3 @@ def triton_kernels(*, interpreted: bool) -> tuple[Kernel, ...]:
         )
         for name, declaration in DECLARATIONS.items()
     )
-
-
-@dataclass(frozen=True)
-class Compilation:
-    """One kernel to compile: all arguments of triton.compile."""
-
-    name: str  # of the roster's kernel and, after a slash, of the function
-    function: Any  # triton's JITFunction
-    signature: Mapping[str, str]  # argument -> type
-    constexprs: Mapping[str, object]  # argument -> value
-    options: Mapping[str, int]  # warps, pipeline stages, and whether products and sums may be contracted
-
-
-_BACKWARD = (("backward", "delta"), ("backward", "key_gradients"), ("backward", "query_gradient"))
-_TYPES = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32", "fp8_e4m3": "*fp8e4nv"}
-
-
-def compilations() -> Iterator[Compilation]:
-    """Yield the kernels of the roster to compile for causal inputs in bf16 with d = 64.
-
-    Raises:
-        ValueError: triton is not installed.
-    """
-    d, formats = 64, Formats.of(BF16)
-    for name, declaration in DECLARATIONS.items():
-        plan = declaration.plan.in_formats(formats)
-        pointers = {**dict.fromkeys(("Q", "K", "DO"), formats.inputs), "V": format_of_v(plan, formats)}
-        pointers |= {"O": plan.o.fmt, **dict.fromkeys(("DQ", "DK", "DV"), plan.gradients.fmt)}
-        for part, function in (("forward", FORWARD[declaration.algorithm.name]), *_BACKWARD):
-            block = backward_block(plan, d) if part == "backward" else forward_block(declaration.block, d)
-            config = Config(plan, declaration.shift_rule, causal=True, d=d, block=block, query_heads=16)
-            jitted = getattr(source(part), function)
-            names: list[str] = jitted.arg_names
-            types = {word: _TYPES[pointers.get(word, FP32).name] if word.isupper() else "i32" for word in names}
-            constants = {"C": config, "PADDING": None}  # a mask of keys rounds nothing
-            types |= dict.fromkeys(constants, "constexpr")
-            yield Compilation(f"{name}/{function}", jitted, types, constants, options(d))

@@ -8,14 +8,32 @@ from typing import Any
 
 from tiebreak.reports.records.decode import encode
 from tiebreak.reports.records.order import cases_of
-from tiebreak.reports.records.record import NONFINITE, SHRUNK, Estimate, HistogramRecord, Record, Run, number_of
+from tiebreak.reports.records.record import (
+    NONFINITE,
+    SHRUNK,
+    Estimate,
+    HistogramRecord,
+    Record,
+    RuleAnswer,
+    Run,
+    number_of,
+)
 from tiebreak.reports.tables.compare import Row, compare
-from tiebreak.reports.tables.texts import cell_text, changes_text, explanation_texts, rules_text
+from tiebreak.reports.tables.texts import cell_text, changes_text, explanation_texts
 
 _DIGITS = 5  # significant ones of a number on the page: the files have them all
 _FITS = 3  # plans that are named of those that a kernel's bits were held against
 _DRAWN = frozenset({"trace", "series"})  # evidence that the figures draw
-_TEXTS: Mapping[str, Callable[[Any], str]] = {"changes": changes_text, "rules": rules_text}  # evidence put in words
+
+
+def _rules_text(answers: Mapping[str, RuleAnswer]) -> str:
+    """Return the rules' verdicts on one record, in a line."""
+    verdicts = [answer.passed for answer in answers.values() if answer.passed is not None]
+    failed = ", ".join(name for name, answer in answers.items() if answer.passed is False)
+    return f"passes {sum(verdicts)} of {len(verdicts)} acceptance rules{f'; turned down by {failed}' if failed else ''}"
+
+
+_TEXTS: Mapping[str, Callable[[Any], str]] = {"changes": changes_text, "rules": _rules_text}  # evidence put in words
 
 
 def page_data(runs: Sequence[Run], labels: Sequence[str]) -> str:

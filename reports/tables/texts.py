@@ -126,10 +126,3 @@ def worst(changes: Mapping[str, records.ChangeRecord]) -> str:
 def answers_of(record: Record) -> dict[str, records.RuleAnswer]:
     """Return the rules' verdicts on a record; empty where none was applied."""
     return dict(record.evidence.get("rules", {}))
-
-
-def rules_text(answers: Mapping[str, records.RuleAnswer]) -> str:
-    """Return the rules' verdicts on one record, in a line."""
-    verdicts = [answer.passed for answer in answers.values() if answer.passed is not None]
-    failed = ", ".join(name for name, answer in answers.items() if answer.passed is False)
-    return f"passes {sum(verdicts)} of {len(verdicts)} acceptance rules{f'; turned down by {failed}' if failed else ''}"

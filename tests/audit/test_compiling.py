@@ -12,9 +12,8 @@ from tiebreak.kernels.flash import Block
 from tiebreak.kernels.formats import BF16, FP32, Format, Rounding
 from tiebreak.kernels.plans import Cast, RoundingPlan
 from tiebreak.kernels.triton.config import Config
-from tiebreak.kernels.triton.roster import Compilation, compilations
 from tiebreak.laboratory.audit import compiling
-from tiebreak.laboratory.audit.compiling import TARGETS, compile_for, sources
+from tiebreak.laboratory.audit.compiling import TARGETS, Compilation, compilations, compile_for, sources
 from tiebreak.laboratory.audit.reading import read
 from tiebreak.laboratory.audit.records import Audit
 

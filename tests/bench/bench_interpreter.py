@@ -23,8 +23,8 @@ if "triton" not in sys.modules:  # whose own functions upstream interprets only 
 import triton
 import triton.language as tl
 
+from tiebreak.backends.interpreter import INTERPRETER
 from tiebreak.backends.interpreter.assumptions import CARDS
-from tiebreak.backends.interpreter.backend import INTERPRETER
 from tiebreak.backends.interpreter.session import interpreting
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.formats import BF16

@@ -30,6 +30,7 @@ class Arguments:
     softcap: float = 0.0  # 0: none
     sinks: Tensor | None = None  # (heads,)
     attn_bias: Tensor | None = None  # broadcastable to S
+    alibi_slopes: Tensor | None = None  # (heads,) or (batch, heads), fp32
     cu_seqlens_q: Tensor | None = None  # where packed sequences begin, and the end
     cu_seqlens_k: Tensor | None = None
     base_blockmask: Tensor | None = None  # (batch or 1, heads or 1, blocks of queries, of keys), True where they see
@@ -282,9 +283,20 @@ class Attention:
 
     def biased(self, s: Tensor, request: Request, keys: slice) -> Tensor:
         """Scores and their bias."""
+        if request.alibi_slopes is not None:
+            s = s - request.alibi_slopes.view(-1, request.q.shape[1], 1, 1) * self.distance(request)[:, keys]
         if request.attn_bias is None:
             return s
         return s + request.attn_bias.float()[..., keys if request.attn_bias.shape[-1] > 1 else slice(None)]
+
+    def distance(self, request: Request) -> Tensor:
+        """How many keys lie between a row's own and each, for ALiBi, (queries, keys)."""
+        apart = torch.zeros(request.queries, request.keys)
+        for rows, columns in self.sequences(request):
+            queries, keys = rows.stop - rows.start, columns.stop - columns.start
+            own = torch.arange(queries)[:, None] + self.diagonal(queries, keys)
+            apart[rows, columns] = (own - torch.arange(keys)).abs().float()
+        return apart
 
     def masked(self, s: Tensor, hidden: Tensor) -> Tensor:
         """A tile of S without what is hidden in it."""

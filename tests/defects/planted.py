@@ -154,6 +154,29 @@ def _first(x: Tensor | None, dimension: int) -> Tensor | None:
     return None if x is None else x.narrow(dimension, 0, 1).expand_as(x)
 
 
+def _negative(x: Tensor | None) -> Tensor | None:
+    return None if x is None else -x
+
+
+def _scaled(x: Tensor | None, factor: float) -> Tensor | None:
+    return None if x is None else x * factor
+
+
+def _of_one(x: Tensor | None) -> Tensor | None:
+    return x if x is None or x.dim() < 2 else x[0]
+
+
+def _signed(sound: Switch, request: Request) -> Tensor:
+    rows, keys = (torch.arange(n, dtype=torch.float32) for n in (request.queries, request.keys))
+    apart: Tensor = sound(request)
+    return apart * torch.where(rows[:, None] + request.keys - request.queries < keys, -1.0, 1.0)
+
+
+def _from_row_to_row(sound: Switch, request: Request) -> Tensor:
+    del sound
+    return (torch.arange(request.queries)[:, None] - torch.arange(request.keys)).abs().float()
+
+
 def _largest(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.max().expand_as(x)
 
@@ -375,6 +398,10 @@ def _capped_by_exponentials(s: Tensor, request: Request) -> Tensor:
     return request.softcap * (power - 1.0) / (power + 1.0)
 
 
+def _rows_side_by_side(request: Request) -> Tensor:
+    return request.v if request.v.shape[-1] == request.k.shape[-1] else read_as_contiguous(request.v)
+
+
 def _causal_of_all_rows(sound: Switch, request: Request) -> Tensor | None:
     if request.cu_seqlens_q is None or not request.causal:
         hidden: Tensor | None = sound(request)
@@ -573,7 +600,7 @@ _OF_USERS = (
          "NVIDIA/TransformerEngine/issues/3249", ("sink_at_maximum", "gradients"),
          dsink=lambda _, dsink, request: dsink / request.queries),
     _row("bias_scaled", "the bias is added before the scale, and scaled with the product",
-         "tenstorrent/tt-metal/pull/56406", ("bias_makes_tie", "accuracy bound"),
+         "tenstorrent/tt-metal/pull/56406", ("bias_makes_tie", "accuracy bound"), slip="the bias is scaled",
          biased=lambda sound, s, request, keys: sound(s / request.factor, request, keys) * request.factor),
     _row("lengths_ignored", "packed sequences see each other", "huggingface/transformers/pull/46634",
          ("packed_ties", "accuracy bound"), prepared=_asking(cu_seqlens_q=None)),
@@ -589,6 +616,21 @@ _OF_USERS = (
     _row("bias_of_the_first_row", "all rows have the bias of the first", "google-research/tabfm/pull/40",
          ("served[bias]", "accuracy bound gradients"),
          prepared=_asking(attn_bias=lambda request: _first(request.attn_bias, 2))),
+    _row("alibi_of_the_first_head", "all heads have the slope of the first", "flashinfer-ai/flashinfer/pull/5101",
+         ("served[alibi]", "accuracy bound gradients"),
+         prepared=_asking(alibi_slopes=lambda request: _first(request.alibi_slopes, -1))),
+    _row("alibi_raises", "the bias of ALiBi is added, and not taken off", "",
+         ("served_causal[alibi]", "accuracy bound gradients"), slip="ALiBi raises the scores of keys far away",
+         prepared=_asking(alibi_slopes=lambda request: _negative(request.alibi_slopes))),
+    _row("alibi_ahead", "the bias of ALiBi is -slope (i - j), which is above 0 ahead of a row's own key",
+         "Dao-AILab/flash-attention/issues/1585", ("served[alibi]", "accuracy bound gradients"),
+         slip="ALiBi raises the scores of keys ahead of a row's own", distance=_signed),
+    _row("alibi_scaled", "the bias of ALiBi is added before the scale, and scaled with the product", "",
+         ("served_causal[alibi.gqa]", "accuracy bound gradients"), slip="the bias is scaled",
+         prepared=_asking(alibi_slopes=lambda request: _scaled(request.alibi_slopes, request.factor))),
+    _row("backward_without_alibi", "the backward pass recomputes scores without the slopes", "",
+         ("served[alibi]", "gradients"), slip="the slopes of ALiBi are left out in dQ, dK, dV",
+         recomputed=lambda sound, request, keys: sound(replace(request, alibi_slopes=None), keys)),
     _row("window_without_a_right_side", "a window hides the keys before it alone",
          "flashinfer-ai/flashinfer/issues/4893", ("served[window]", "accuracy bound gradients"),
          prepared=_asking(window_size=lambda request: (request.window_size[0], -1))),
@@ -647,6 +689,8 @@ _OF_USERS = (
     _row("columns_of_v_in_fours", "dV has 64 columns at a time, and the rest is left out",
          "Dao-AILab/flash-attention/issues/2896", ("head_dimensions", "usage"),
          gradients=lambda sound, request, do, o: _without(sound(request, do, o), 2, request.v.shape[-1] // 64 * 64)),
+    _row("rows_of_v_side_by_side", "rows of V are taken to lie side by side where V is narrower than K",
+         "vllm-project/vllm/pull/45111", ("latent_views", "usage"), prepared=_asking(v=_rows_side_by_side)),
     _row("padded_dimension", "the scale is that of the next power of two of d",
          "Dao-AILab/flash-attention/issues/2552", ("head_dimensions", "usage"),
          product=lambda sound, request, keys: sound(request, keys) * 2 ** (math.log2(request.q.shape[-1]) % -1 / 2)),
@@ -656,6 +700,10 @@ _OF_USERS = (
          ("long_tables", "usage"), hidden=_going_round),
     _row("bias_of_the_first", "a bias of one head is that of the first entry of the batch", "",
          ("broadcast_shapes", "usage"), prepared=_asking(attn_bias=_bias_of_the_first)),
+    _row("alibi_of_the_first", "all sequences have the slopes of the first", "",
+         ("broadcast_shapes", "usage"), prepared=_asking(alibi_slopes=lambda request: _of_one(request.alibi_slopes))),
+    _row("alibi_upper_left", "ALiBi's distances are |i - j|, however many keys there are",
+         "keras-team/keras-hub/pull/2862", ("shapes", "usage"), distance=_from_row_to_row),
     _row("empty_sequence_skipped", "sequences without rows are skipped, and not their keys", "",
          ("empty_sequences", "usage"), sequences=_without_empty_rows),
     _row("entries_in_16_bits", "entries of the batch are counted in 16 bits", "flashinfer-ai/flashinfer/issues/3125",

@@ -11,9 +11,9 @@ from typing import Any
 
 from tiebreak.backends.levels import LEVELS
 from tiebreak.laboratory import flags
+from tiebreak.laboratory.levels.command import environment
 from tiebreak.laboratory.ray_cluster import Cluster, Node, address_of, connected, first_line
 from tiebreak.laboratory.resumable import show_progress
-from tiebreak.programs.levels.command import environment
 from tiebreak.programs.processes import CELLS, finished
 from tiebreak.reports.cli import FAILED, INTERRUPTED, PASSED
 from tiebreak.reports.errors import UsageError

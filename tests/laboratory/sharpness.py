@@ -29,13 +29,12 @@ from torch.nn import functional
 
 from tiebreak.cases.gpt2.data import Batches, Tokens, corpus
 from tiebreak.cases.gpt2.model import GPT2, PRESETS, Configuration
-from tiebreak.cases.gpt2.optimizers import Schedule
 from tiebreak.kernels.formats import FP32
 from tiebreak.laboratory import flags
 from tiebreak.laboratory.reduced import Reduction, emulated_gpt2, parse_attention, parse_reduction, reduced_gpt2
 from tiebreak.laboratory.resumable import add_options, read_parts, run_parts
 from tiebreak.laboratory.tokens import read_bin
-from tiebreak.laboratory.training import CHECKPOINT, Divergence, Recipe, Steps, load
+from tiebreak.laboratory.training import CHECKPOINT, Divergence, Recipe, Schedule, Steps, load
 from tiebreak.matrix.memory import keep_memory
 from tiebreak.reports.cli import INTERRUPTED, PASSED, count
 from tiebreak.reports.errors import UsageError

@@ -22,7 +22,7 @@ from tiebreak.cases.gpt2.attention import Observation
 from tiebreak.cases.gpt2.data import Batches, DataError
 from tiebreak.cases.gpt2.mitigations import GATED, NO_MITIGATION, QK_CLIP, QK_NORM, Mitigation
 from tiebreak.cases.gpt2.monitors import MEASURES, View
-from tiebreak.cases.gpt2.optimizers import CLIP, Schedule
+from tiebreak.cases.gpt2.optimizers import CLIP
 from tiebreak.kernels.formats import FP32, TF32
 from tiebreak.laboratory import flags, ray_cluster, reduced
 from tiebreak.laboratory.reduced import Otherwise, Reduction, parse_attention, parse_reduction
@@ -39,7 +39,15 @@ from tiebreak.laboratory.sweep_store import (
 )
 from tiebreak.laboratory.sweep_tables import sweep_tables
 from tiebreak.laboratory.tokens import batches_of
-from tiebreak.laboratory.training import EXPLOSION_NATS, EXPLOSION_STEPS, LARGEST_LOGIT, Divergence, Recipe, Steps
+from tiebreak.laboratory.training import (
+    EXPLOSION_NATS,
+    EXPLOSION_STEPS,
+    LARGEST_LOGIT,
+    Divergence,
+    Recipe,
+    Schedule,
+    Steps,
+)
 from tiebreak.reports.cli import INTERRUPTED, PASSED
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import unknown

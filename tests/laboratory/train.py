@@ -22,7 +22,6 @@ from tiebreak.backends.registry import BACKENDS
 from tiebreak.cases.gpt2.attention import HeadKernel
 from tiebreak.cases.gpt2.data import Batches
 from tiebreak.cases.gpt2.model import GPT2, Configuration
-from tiebreak.cases.gpt2.optimizers import Schedule
 from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.formats import BF16, FP32, Formats
 from tiebreak.kernels.inputs import AttentionInputs
@@ -30,7 +29,18 @@ from tiebreak.kernels.kernel import CannotRunError, Kernel
 from tiebreak.kernels.plans import FP32_PLAN, Cast
 from tiebreak.laboratory import flags
 from tiebreak.laboratory.tokens import batches_of
-from tiebreak.laboratory.training import CHECKPOINT, LOG, OPTIMIZERS, PRECISIONS, Ranks, Recipe, Steps, Training, joined
+from tiebreak.laboratory.training import (
+    CHECKPOINT,
+    LOG,
+    OPTIMIZERS,
+    PRECISIONS,
+    Ranks,
+    Recipe,
+    Schedule,
+    Steps,
+    Training,
+    joined,
+)
 from tiebreak.reports.cli import FAILED, INTERRUPTED, PASSED, USAGE, count
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import split

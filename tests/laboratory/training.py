@@ -26,7 +26,7 @@ from tiebreak.cases.gpt2.attention import Observation, Observer
 from tiebreak.cases.gpt2.data import Batches
 from tiebreak.cases.gpt2.model import GPT2
 from tiebreak.cases.gpt2.monitors import MEASURES, MeasureRecorder
-from tiebreak.cases.gpt2.optimizers import CLIP, Schedule, adamw
+from tiebreak.cases.gpt2.optimizers import CLIP, adamw
 
 OPTIMIZERS, PRECISIONS = ("adamw", "muon"), ("bf16", "fp32")
 LOG, CHECKPOINT = "log.jsonl", "checkpoint.pt"
@@ -92,6 +92,22 @@ def joined() -> Iterator[Ranks]:
         yield Ranks(dist.get_rank(), dist.get_world_size())
     finally:
         dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate: linear warm-up, then a cosine down to a hundredth (arXiv 2510.04212, section 3.1)."""
+
+    steps: int  # of the whole run
+    rate: float  # the highest
+    warm_up: int  # steps
+
+    def at(self, step: int) -> float:
+        """Return the rate of a step, from 0."""
+        if step < self.warm_up:
+            return self.rate * (step + 1) / self.warm_up
+        done = (step - self.warm_up) / max(1, self.steps - self.warm_up)
+        return self.rate * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * done)))
 
 
 @dataclass(frozen=True)

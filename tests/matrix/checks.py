@@ -147,11 +147,12 @@ _OF_O = (
 def _accuracy(result: Result) -> Answer | None:
     if not isinstance(result.measures.get("square_ratio"), Interval) or result.is_waived(ACCURACY):
         return None
-    plan = result.held_to or "the plan that it is held to"
+    held_to = result.held_to
+    plan = held_to.plan if held_to else "the plan that it is held to"
     answer = _answer(result, f"errors no larger than those of {plan}", _OF_O, plan)
-    if answer.passed is True or not result.refused:
+    if answer.passed is True or not held_to or not held_to.refused:
         return answer
-    why = f"it follows {result.refused}, which is accepted only where it is declared; {answer.why}"
+    why = f"it follows {held_to.refused}, which is accepted only where it is declared; {answer.why}"
     return Answer(answer.passed, answer.asked, why)
 
 
@@ -200,7 +201,7 @@ def _prediction(result: Result) -> Answer | None:
     prediction = result.prediction
     if prediction is None:
         return None
-    terms = f"what {prediction.plan} predicts"
+    terms = prediction.asked
     if prediction.passed is None:
         why = f"{result.heads} heads do not settle whether it is {terms}: {prediction.measured}; {result.remedy()}"
     else:

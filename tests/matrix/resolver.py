@@ -9,7 +9,8 @@ from torch import Tensor
 
 from tiebreak.kernels.inputs import Gradients
 from tiebreak.matrix.experiment import Cell, Kind, Offer
-from tiebreak.matrix.sample import HeadErrors, HeldTo, Sample
+from tiebreak.matrix.result import HeldTo
+from tiebreak.matrix.sample import Sample
 from tiebreak.matrix.workbench import Settled, SharedBatch, Workbench
 from tiebreak.plugins import Door
 from tiebreak.reports.records.record import ExperimentRecord, Explanation, Record
@@ -24,12 +25,8 @@ class BackwardPasses(ABC):
     slips: Mapping[str, float]  # usual mistakes that explain what is wrong, and their share of its squared error
 
     @abstractmethod
-    def errors(self, gradients: Gradients, o: Tensor, batch: SharedBatch) -> Mapping[str, HeadErrors]:
-        """Return the errors by head of a batch's gradients, and of the passes that they are held to."""
-
-    @abstractmethod
-    def worst(self, errors: Mapping[str, HeadErrors], gradients: Gradients, o: Tensor, batch: SharedBatch) -> float:
-        """Return the largest ratio of a head's mean squared error to that of the pass which errs most there."""
+    def added_to(self, sample: Sample, gradients: Gradients, o: Tensor, batch: SharedBatch) -> Sample:
+        """Return the sample with the errors of a batch's gradients, and of the passes that they are held to."""
 
 
 class Resolver(Kind):

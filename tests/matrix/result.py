@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from tiebreak.cases.verdicts import MARGIN_ULPS, Interval, Value, heads_to_tell
+from tiebreak.kernels.kernel import Declaration
 from tiebreak.reports.records import record as records
 from tiebreak.reports.records.record import Answer, Estimate, Shown
 
@@ -14,22 +15,22 @@ Off = tuple[str, float | None]
 
 @dataclass(frozen=True)
 class Claimed:
-    """A claim of the case about such a kernel."""
+    """A claim about such a kernel: the case's, or what its declared plan predicts on the same inputs."""
 
     asked: str  # what is expected
-    source: str  # who claims it
+    source: str  # who claims it; of a prediction nobody
     passed: bool | None  # None: the data do not tell
     measured: str  # what was measured, in words
     waives: frozenset[str] = frozenset()  # checks that need not pass: it claims that they fail
 
 
 @dataclass(frozen=True)
-class Predicted:
-    """The prediction of the kernel's declared plan on the same inputs."""
+class HeldTo:
+    """The plan whose errors those of O may not exceed."""
 
-    plan: str  # rule@plan that was emulated
-    passed: bool | None  # None: the data do not tell
-    measured: str  # what was measured and what was predicted, in words
+    plan: str  # as reports name it
+    declaration: Declaration
+    refused: str | None = None  # the plan that it follows, and that is accepted only where it is declared
 
 
 @dataclass(frozen=True)
@@ -42,14 +43,12 @@ class Result:
     tied: bool | None = None  # where it is biased: whether because O itself ties; None: not looked at
     in_training: str | None = None  # a verdict: whether gradients, or a training run, contain a bias; None: unknown
     claims: tuple[Claimed, ...] = ()  # those that speak of the kernel
-    prediction: Predicted | None = None  # None: none is made
+    prediction: Claimed | None = None  # None: none is made
     answers: Mapping[str, Answer] = field(default_factory=dict)  # that the experiment itself gives, by the check asked
     backward_error: str | None = None  # what a backward pass did wrong, in one line: raised ...
     backward_raised: Exception | None = None  # by it, if it did
-    held_to: str | None = None  # the plan that the errors of O are compared with; None: no such comparison
-    refused: str | None = None  # the plan that it follows, and that is accepted only where it is declared
+    held_to: HeldTo | None = None  # what the errors of O are compared with; None: no such comparison
     backward_held_to: str | None = None  # the backward pass that those of dQ, dK and dV are compared with; None: none
-    failure: bool = False  # whether it is of an input on which rounding is known to fail
     external: bool = False  # whether the kernel is a user's
     bound_of: str | None = None  # name of the plan whose bounds the errors are shares of
     heads: int = 0  # that were drawn

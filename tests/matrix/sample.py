@@ -18,19 +18,11 @@ from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import FP32_INSIDE
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 from tiebreak.matrix.experiment import Cell
+from tiebreak.matrix.result import HeldTo
 from tiebreak.matrix.workbench import CaseBench, Fit, equal_bits
 
 #: O in fp32 throughout, rounded once: what no deterministic kernel of that output format does better.
 ROUNDED = Declaration(FLASH_ATTENTION, FP32_INSIDE, SHIFT_RULES["safe"])
-
-
-@dataclass(frozen=True)
-class HeldTo:
-    """The plan whose errors those of O may not exceed."""
-
-    plan: str  # as reports name it
-    declaration: Declaration
-    refused: str | None = None  # the plan that it follows, and that is accepted only where it is declared
 
 
 @dataclass(frozen=True)
@@ -89,7 +81,7 @@ class Sample:
     fits: Mapping[str, Fit] | None = None  # of known plans, where the kernel declares none; None: not looked for yet
     held_to: HeldTo | None = None  # None: its errors are compared with those of no plan
     backward_heads: Mapping[str, HeadErrors] | None = None  # of dq, dk and dv, on as many heads as tell; None: no pass
-    worst_gradient: float | None = None  # see `tiebreak.matrix.resolver.BackwardPasses`
+    worst_gradient: float | None = None  # largest ratio of a head's squares to those of the pass that errs most there
     more_gradients: tuple[OnTheWhole, ...] = ()  # of batches after the first, as many as it takes
 
     @property

@@ -29,7 +29,7 @@ from tiebreak.kernels.reference import Reference, reference
 
 Named = tuple[str, str, str]  # a backend, a kernel and a format
 EQUAL = 1e-3  # difference of shares of bits up to which plans are not told apart
-_FIRST_HEADS = 32  # on which all candidates are tried
+FIRST_HEADS = 32  # on which all candidates are tried
 _REACH = 0.02  # how far behind the best in its share of equal bits a candidate may be to be tried on all heads
 
 _FP32 = Cast(FP32)
@@ -208,8 +208,8 @@ class SharedBatch(Batch, Emulated):
     def first_heads(self) -> "SharedBatch":
         """The first heads, from as many entries as there are; the whole of a small batch."""
         inputs = self.inputs
-        entries = min(inputs.q.shape[0], _FIRST_HEADS)
-        key_heads = max(1, -(-_FIRST_HEADS // (entries * inputs.groups)))
+        entries = min(inputs.q.shape[0], FIRST_HEADS)
+        key_heads = max(1, -(-FIRST_HEADS // (entries * inputs.groups)))
         if entries == inputs.q.shape[0] and key_heads >= inputs.k.shape[1]:
             return self
         return self.part(slice(entries), slice(key_heads))
@@ -220,12 +220,6 @@ class SharedBatch(Batch, Emulated):
         heads = slice((key_heads.start or 0) * groups, key_heads.stop * groups)
         ref = Reference(**{name: tensor[entries, heads] for name, tensor in vars(self.ref).items()})
         return SharedBatch(self.inputs.part(entries, heads=heads, key_heads=key_heads), ref)
-
-    @property
-    def first_entries(self) -> "SharedBatch":
-        """About as many heads, of whole entries, which show the key head that each query head reads."""
-        cut = slice(-(-_FIRST_HEADS // self.inputs.q.shape[1]))
-        return SharedBatch(self.inputs.part(cut), Reference(**{name: x[cut] for name, x in vars(self.ref).items()}))
 
     def fits(self, o: Tensor, candidates: Mapping[str, Declaration]) -> dict[str, Fit]:
         """Return how each candidate fits an output.
@@ -274,6 +268,7 @@ class Settled(msgspec.Struct, frozen=True):
     candidates: tuple[str, ...] = ()  # where it follows none: what normal numbers hold it to
     #: Where it follows one: the backward pass that its gradients come from, and how many of the three have its bits.
     backward: tuple[str, int] | None = None
+    wrong: str = ""  # what is wrong with an O that it was asked for and that no cell judges; empty: nothing
 
 
 @dataclass(frozen=True)

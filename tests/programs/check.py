@@ -68,15 +68,6 @@ def checked(options: argparse.Namespace, follower: "Follower") -> int:
     return {int(pytest.ExitCode.OK): PASSED, USAGE: USAGE}.get(code, FAILED)
 
 
-def run_check(arguments: Sequence[str]) -> list[Verdict]:
-    """Return the verdicts of the command with these words, run in this process, silently; UsageError: exit code 2."""
-    follower = Follower(io.StringIO())
-    _, printed = run(parsed(arguments), follower)
-    if follower.run is None:
-        raise UsageError("it was interrupted" if follower.interrupted else refusal(printed))
-    return follower.verdicts(follower.run)
-
-
 def parsed(arguments: Sequence[str], prog: str = "tiebreak check") -> argparse.Namespace:
     """Parse the arguments of the command, or of another that checks kernels."""
     parser = Parser(

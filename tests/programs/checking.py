@@ -1,11 +1,12 @@
 """`tiebreak.check(function) -> Verdict`: a kernel through the matrix from a notebook, or from another program."""
 
 import inspect
+import io
 import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, TypedDict, Unpack
@@ -116,12 +117,21 @@ def _apart(words: list[str], path: Path) -> list[Verdict]:
 
 def _here(function: Callable[..., Any] | str, words: list[str]) -> list[Verdict]:
     if isinstance(function, str):
-        return command.run_check([function, *words])
+        return _run([function, *words])
     name = getattr(function, "__name__", type(function).__name__).strip("<>")
     module = ModuleType(_MODULE)
     setattr(module, name, function)
     sys.modules[_MODULE] = module
     try:
-        return command.run_check([f"{_MODULE}:{name}", *words])
+        return _run([f"{_MODULE}:{name}", *words])
     finally:
         del sys.modules[_MODULE]
+
+
+def _run(arguments: Sequence[str]) -> list[Verdict]:
+    """Return the verdicts of the command with these words, run in this process, silently; UsageError: exit code 2."""
+    follower = command.Follower(io.StringIO())
+    _, printed = command.run(command.parsed(arguments), follower)
+    if follower.run is None:
+        raise UsageError("it was interrupted" if follower.interrupted else command.refusal(printed))
+    return follower.verdicts(follower.run)

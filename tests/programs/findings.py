@@ -25,6 +25,7 @@ from tiebreak.reports.tables.run import counted
 _FILE = "findings.toml"
 _SOURCES = "TIEBREAK_SOURCES"  # a folder of unpacked wheels, whose packages count as installed
 _SECONDS = 120.0  # that a script may take; the longest, which compiles C++, takes 16
+SURPRISES = Path(__file__).parents[2] / "findings"  # scripts that install what they ask; a wheel has none
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,12 @@ class ScriptAnswer:
         """The package with its version; where it was found in another one, with that too."""
         tested = self.finding.version if self.version not in ("", self.finding.version) else ""
         return f"{self.finding.package} {self.version}".strip() + (f" (found in {tested})" if tested else "")
+
+
+def surprises() -> dict[str, str]:
+    """Return the scripts of findings/ by name, each with the sentence that it begins with."""
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted(SURPRISES.glob("*.sh"))}
+    return {name: text.splitlines()[1].removeprefix("# ") for name, text in texts.items()}
 
 
 def known_findings() -> list[KnownFinding]:
@@ -148,4 +155,7 @@ def _lines(answers: Sequence[ScriptAnswer], unchecked: int) -> Iterator[str]:
             yield f"{'':15}{each.why}"
         if each.state is State.PRESENT and each.finding.mended:
             yield f"{'':15}mended by: {each.finding.mended}"
+    for name, sentence in surprises().items():
+        yield f"{'not asked':15}{name:24}{sentence}"
+        yield f"{'':15}make findings FINDING={name}"
     yield f"docs/findings.md has {counted(unchecked, 'more finding')}, which no script asks for."

@@ -39,12 +39,20 @@ Executed = Callable[..., Any]
 def executed() -> Executed:
     """What a kernel's %r2 is at its end, of every thread: one of whose threads is number %r0, its input at [%rd0]."""
 
-    def execute(body: str, inputs: torch.Tensor | None = None, threads: int = 64, card: str = "sm_80") -> torch.Tensor:
+    def execute(
+        body: str,
+        inputs: torch.Tensor | None = None,
+        threads: int = 64,
+        card: str = "sm_80",
+        *,
+        outputs: int = 1,  # of a thread: further ones are the body's to write
+        shared: int = 1024,
+    ) -> torch.Tensor:
         given = torch.arange(threads, dtype=torch.int32) if inputs is None else inputs
-        output = torch.zeros(threads, dtype=torch.int32)
+        output = torch.zeros(outputs * threads, dtype=torch.int32)
         memory = KernelMemory("kernel", tuple(arguments_of({"X": given, "Y": output})))
         program = Program(KERNEL.format(body=body), card)
-        program.run(Launch((1, 1, 1), threads, 1024, (given.data_ptr(), output.data_ptr()), memory))
+        program.run(Launch((1, 1, 1), threads, shared, (given.data_ptr(), output.data_ptr()), memory))
         return output
 
     return execute

@@ -206,6 +206,14 @@ def test_casts_of_fp32_are_pytorchs(kind: str) -> None:
         assert np.array_equal(back, expected.float().numpy(), equal_nan=True)
 
 
+@pytest.mark.parametrize("kind", ["e4m3", "e5m2"])
+def test_two_numbers_of_8_bits_become_two_of_16(kind: str) -> None:
+    every = np.arange(256, dtype=np.uint8).view(TYPES[kind])
+    found = OPERATIONS[f"cvt.rn.f16x2.{kind}x2"].compute(np.stack([every, every[::-1]], -1))
+    expected = torch.from_numpy(np.arange(256, dtype=np.uint8)).view(CASTS[kind]).half().numpy()
+    assert np.array_equal(found, np.stack([expected, expected[::-1]], -1), equal_nan=True)
+
+
 def test_integers_are_converted_by_value() -> None:
     for to in ("s8", "u8", "s16", "u16", "s32", "u32", "s64", "u64"):
         for of in ("s8", "u16", "s32", "u64"):

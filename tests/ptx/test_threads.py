@@ -40,6 +40,18 @@ def test_threads_that_part_meet_again(executed: Executed) -> None:
     assert executed(loop).tolist() == expected
 
 
+def test_who_comes_early_to_a_barrier_waits_for_who_stands_behind_it_in_the_text(executed: Executed) -> None:
+    body = """setp.lt.s32 %p0, %r0, 32; mov.b32 %r2, 0; @%p0 bra $L2;
+    $L1: bar.sync 0; ld.shared.b32 %r2, [%r1+128]; bra $L3;
+    $L2: add.s32 %r4, %r0, 100; st.shared.b32 [%r1+256], %r4; st.shared.b32 [%r1+128], %r4; bra $L1;
+    $L3:
+    { bra $L4; add.s32 %r2, %r2, 1000; $L4:
+    }
+    { bra $L4; add.s32 %r2, %r2, 5000; $L4:
+    }"""
+    assert executed(body).tolist() == [*range(100, 132), *range(100, 132)]
+
+
 @pytest.mark.parametrize(
     ("body", "sources"),
     [
@@ -75,6 +87,11 @@ def test_threads_see_what_others_had(body: str, sources: torch.Tensor, executed:
         (f"{COPY} bar.sync 0; ld.shared.b32 %r2, [%r1];", r"reads what an asynchronous copy is bringing"),
         (f"{COPY} {WAIT} {READ}", r"reads what another thread wrote"),
         (f"{COPY} {WRITE}", r"writes what an asynchronous copy is bringing"),
+        (
+            "setp.gt.s32 %p0, %r0, 5; @%p0 bra $L0; bar.sync 0; bra $L1; $L0: bar.sync 0; $L1:",
+            r"wait for one another: 6 at bar\.sync \(line \d+ .*\), 58 at bar\.sync",
+        ),
+        ("setp.gt.s32 %p0, %r0, 5; @%p0 bra $L0; bar.sync 0; $L0:", r"wait for one another: 6 at bar\.sync"),
         ("st.shared.b32 [%r1+1000], %r0;", r"beyond the shared memory"),
         ("st.shared.b32 [%r1+2], %r0;", r"not aligned"),
     ],
@@ -104,13 +121,12 @@ def test_memory_that_was_not_given_is_not_touched(executed: Executed) -> None:
         ("lop3.b32 %r2, %r0, %r1, %r1, 150;", r"the PTX instruction lop3\.b32 is not executed here"),
         ("add.sat.s32 %r2, %r0, %r1;", r"instruction add\.sat\.s32"),
         ("add.rz.f32 %r2, %r0, %r1;", r"instruction add\.rz\.f32"),
-        ("wgmma.fence.sync.aligned;", r"instruction wgmma\.fence\.sync\.aligned"),
+        ("tcgen05.cp.cta_group::1.128x256b [%r0], %rd0;", r"instruction tcgen05\.cp\."),
         ("mov.u32 %r2, %clock;", r"names %clock, which is not known here"),
         ("mov.u32 %r2, elsewhere;", r"mov\.u32 \(line \d+ .*\) names elsewhere"),
         ("shfl.sync.bfly.b32 %r2, %r0, 1, 7199, -1;", r"instruction shfl\.sync\.bfly\.b32"),
         ("bar.sync 1, 32;", r"instruction bar\.sync"),
         ("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%r2}, {%r0}, {%r1}, {%r2};", r"instruction mma\.sync"),
-        ("setp.gt.s32 %p0, %r0, 5; @%p0 bra $L0; bar.sync 0; $L0:", r"bar\.sync .* some threads of a block alone"),
         ("setp.gt.s32 %p0, %r0, 5; @%p0 shfl.sync.bfly.b32 %r2, %r0, 1, 31, -1;", r"some threads of a warp alone"),
     ],
 )

@@ -4,10 +4,10 @@ import sys
 from collections.abc import Sequence
 
 from tiebreak.reports.cli import FAILED, PASSED, Parser
-from tiebreak.studies import budget, eight_bits, findings, gallery, power, rules, truncation
+from tiebreak.studies import budget, eight_bits, findings, gallery, models, power, rules, truncation
 from tiebreak.studies.pages import PageTable
 
-_MAKERS = (budget, eight_bits, findings, gallery, power, rules, truncation)
+_MAKERS = (budget, eight_bits, findings, gallery, models, power, rules, truncation)
 TABLES: Sequence[PageTable] = [table for maker in _MAKERS for table in maker.TABLES]
 
 

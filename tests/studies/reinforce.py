@@ -25,7 +25,7 @@ from tiebreak.backends.backend import EMULATION
 from tiebreak.cases.gpt2 import scripting
 from tiebreak.cases.gpt2.attention import HeadKernel
 from tiebreak.cases.gpt2.data import Batches, corpus
-from tiebreak.cases.gpt2.fixture import CONFIGURATION, SEQUENCES, draws, fixture, sampled
+from tiebreak.cases.gpt2.fixture import CONFIGURATION, SEQUENCES, fixture
 from tiebreak.cases.gpt2.model import GPT2, PRESETS, everywhere
 from tiebreak.cases.gpt2.optimizers import CLIP, adamw
 from tiebreak.cases.gpt2.scripting import Script
@@ -38,6 +38,7 @@ from tiebreak.kernels.plans import Cast
 from tiebreak.kernels.sdpa import cpu_sdpa_flash
 from tiebreak.reports.cli import positive
 from tiebreak.studies.bounds import student
+from tiebreak.studies.language_model import draws, sampled
 from tiebreak.studies.pages import read_rows, table, write_rows
 from tiebreak.studies.study import Study
 

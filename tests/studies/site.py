@@ -28,7 +28,7 @@ from tiebreak.reports.records.record import Record
 from tiebreak.reports.tables.texts import plain_text
 
 _SHOWN = ("call", "training")  # kinds of experiment
-_COPIED = ("backends", "cases", "docs", "examples", "kernels", "reports", "tests", "*.md", "action.yml")
+_COPIED = ("backends", "cases", "docs", "examples", "findings", "kernels", "reports", "tests", "*.md", "action.yml")
 _BASELINE = CHECKOUT / "reports" / "baselines" / "emulation.json"
 _SEED, _HEADS = 1, 16  # what is drawn is the first head of the baseline's own input
 _KEYS = 512  # of a picture, at most

@@ -18,6 +18,7 @@ from tiebreak.cases.feature_cases import EVERY, VARIED, added_features, with_fea
 from tiebreak.kernels.external.kernels import users_kernel
 from tiebreak.kernels.external.options import KernelOptions
 from tiebreak.kernels.features import (
+    ALIBI,
     CAUSAL,
     DESCALE,
     HIDDEN_NAN,
@@ -40,7 +41,19 @@ from tiebreak.reports.errors import UsageError
 
 CASES = {case.name: case for case in EVERY}
 TIED = CASES["tied_maxima[k=2]"]
-WORDS = ["value_dim", "padding", "lengths", "window", "block_mask", "bias", "softcap", "sink", "descale", "pages"]
+WORDS = [
+    "value_dim",
+    "padding",
+    "lengths",
+    "window",
+    "block_mask",
+    "bias",
+    "alibi",
+    "softcap",
+    "sink",
+    "descale",
+    "pages",
+]
 
 
 @pytest.mark.parametrize("word", WORDS)
@@ -56,7 +69,7 @@ def test_a_feature_comes_into_any_case(name: str, word: str) -> None:
 @pytest.mark.parametrize("words", [*([word] for word in WORDS), ["window", "sink"], ["softcap", "pages"]], ids="+".join)
 def test_a_claim_that_stays_holds(words: list[str]) -> None:
     case = with_features(TIED, words)
-    if {KEY_PADDING, LENGTHS, DESCALE} & set(added_features(words)):
+    if {KEY_PADDING, LENGTHS, DESCALE, ALIBI} & set(added_features(words)):
         assert case.claims == ()
         return
     inputs = case.make(1, 0, 256, BF16)

@@ -22,12 +22,15 @@ from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.external.caller import Caller
 from tiebreak.kernels.external.options import KernelOptions, convention
 from tiebreak.kernels.features import (
+    ALIBI,
     BIAS,
     BLOCK_MASK,
+    CAPPED_BIAS,
     DESCALE,
     FEATURES,
     KEY_PADDING,
     LENGTHS,
+    OWN_SLOPES,
     PAGES,
     SINK,
     SOFTCAP,
@@ -63,6 +66,9 @@ ASKING: Mapping[Feature, Callable[[AttentionInputs], AttentionInputs]] = {
     WINDOW: _with(window=(3, 1)),
     SOFTCAP: _with(softcap=2.0),
     SINK: _with(sink=_draw(HEADS)),
+    OWN_SLOPES: lambda inputs: replace(inputs, alibi=_draw(BATCH, HEADS)[: len(inputs.q)].abs()),
+    ALIBI: lambda inputs: inputs if inputs.alibi is not None else replace(inputs, alibi=_draw(HEADS).abs()),
+    CAPPED_BIAS: _with(capped_bias=True, softcap=2.0, bias=_draw(1, HEADS, 1, KEYS)),
     BIAS: _with(bias=_draw(1, HEADS, 1, KEYS)),
     LENGTHS: lambda inputs: replace(inputs.part(slice(1)), lengths=((0, 4, 4, 9), (0, 7, 9, 13))),
     BLOCK_MASK: _with(
@@ -124,6 +130,17 @@ def visible(inputs: AttentionInputs) -> Tensor:
     return seen
 
 
+def apart(inputs: AttentionInputs) -> Tensor:
+    """How many keys lie between a row's own and each, (queries, keys), asked one by one; 0 in another sequence."""
+    queries, keys = inputs.q.shape[2], inputs.k.shape[2]
+    rows, columns = inputs.lengths or ((0, queries), (0, keys))
+    apart = torch.zeros(queries, keys)
+    for (row, end), (column, last) in zip(pairwise(rows), pairwise(columns), strict=True):
+        for i, j in product(range(row, end), range(column, last)):
+            apart[i, j] = abs(i - row + (last - column) - (end - row) - (j - column))
+    return apart
+
+
 def by_torch(inputs: AttentionInputs) -> tuple[Tensor, tuple[Tensor, ...]]:
     """O and the gradients of q, k, v and the sink in fp64: PyTorch's own softmax of scores given as a mask.
 
@@ -136,9 +153,12 @@ def by_torch(inputs: AttentionInputs) -> tuple[Tensor, tuple[Tensor, ...]]:
         for x, factors in ((k, inputs.k_descale), (v, inputs.v_descale))
     )
     s = torch.einsum("bhid,bhjd->bhij", q, whole_k.repeat_interleave(groups, 1)) * inputs.scale
-    if inputs.softcap:
-        s = inputs.softcap * torch.tanh(s / inputs.softcap)
-    s = s if inputs.bias is None else s + inputs.bias
+    bias = torch.zeros(1) if inputs.bias is None else inputs.bias.double()
+    if inputs.alibi is not None:
+        bias = bias - inputs.alibi.double().expand(*s.shape[:2])[..., None, None] * apart(inputs)
+    s = s + bias if inputs.capped_bias else s
+    s = inputs.softcap * torch.tanh(s / inputs.softcap) if inputs.softcap else s
+    s = s if inputs.capped_bias else s + bias
     seen, values = visible(inputs), whole_v.repeat_interleave(groups, 1)
     s = torch.where(seen, s, -1e30)
     if inputs.sink is not None:  # one more key, whose V is 0
@@ -263,6 +283,15 @@ def test_a_kernel_that_needs_pages_is_asked_no_call_without(tmp_path: Path) -> N
     assert kernel.missing_requirement(asking((PAGES,))) is None
 
 
+def test_a_kernel_that_adds_a_bias_before_its_soft_cap_is_asked_no_other_order(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def f(q, k, v, softcap=0.0, bias=None):\n    return q\n")
+    uncapped, capped = asking((SOFTCAP, BIAS)), asking((CAPPED_BIAS,))
+    for flags, refused, taken in (((), capped, uncapped), (("takes=gqa,capped_bias",), uncapped, capped)):
+        kernel = external_kernel(f"{tmp_path / 'mine.py'}:f", flags=flags)
+        assert kernel.refusal(taken) is None
+        assert "soft cap" in str(kernel.refusal(refused))
+
+
 # Attention of all that goes by a value, as its author would write it: pages of K and V in 8 bits, layout bnhd. Packed
 # sequences, each attended to by it; pages without the dimension of a batch.
 VALUES = """
@@ -271,7 +300,7 @@ from tiebreak import kernel
 
 @kernel(layout="bnhd", takes="gqa")
 def f(q, k, v, causal=False, scale=None, window_size=(-1, -1), softcap=0.0, sinks=None, attn_bias=None,
-      block_table=None, cache_seqlens=None, k_descale=None, v_descale=None):
+      alibi_slopes=None, block_table=None, cache_seqlens=None, k_descale=None, v_descale=None):
     def of(x, descale):
         assert x.dtype == (torch.float8_e4m3fn if descale is not None else q.dtype)
         assert descale is None or descale.dtype == torch.float32
@@ -283,6 +312,9 @@ def f(q, k, v, causal=False, scale=None, window_size=(-1, -1), softcap=0.0, sink
     s = s if softcap == 0.0 else softcap * torch.tanh(s / softcap)
     s = s if attn_bias is None else s + attn_bias.float()
     apart = torch.arange(s.shape[-1]) - torch.arange(s.shape[-2])[:, None] - (s.shape[-1] - s.shape[-2])
+    if alibi_slopes is not None:
+        assert alibi_slopes.dtype == torch.float32
+        s = s - alibi_slopes.reshape(-1, s.shape[1], 1, 1) * apart.abs()
     left, right = window_size
     hidden = (apart > 0) & causal
     hidden = hidden | ((apart < -left) if left >= 0 else False) | ((apart > right) if right >= 0 else False)
@@ -328,7 +360,7 @@ def masked(q, k, v, attn_mask=None):
     ("function", "features"),
     [
         ("f", (VALUE_DIM, WINDOW, SOFTCAP, SINK, BIAS)),
-        *(("f", features) for features in ((PAGES,), (DESCALE,), (SINK, PAGES, DESCALE))),
+        *(("f", features) for features in ((ALIBI,), (OWN_SLOPES, BIAS), (PAGES,), (DESCALE,), (SINK, PAGES, DESCALE))),
         ("packed", (LENGTHS,)),
         ("decoding", (PAGES,)),
         ("decoding", (PAGES, SINK)),
@@ -348,7 +380,7 @@ def test_a_users_kernel_is_given_what_its_signature_names(
     assert (output.gradients is None) == bool({PAGES, DESCALE} & set(features))
     refused = set(ASKING) - kernel.takes
     assert refused, "and what it does not name it is refused"
-    for feature in refused - {VALUE_DIM}:
+    for feature in refused - {VALUE_DIM, OWN_SLOPES, CAPPED_BIAS}:
         assert kernel.refusal(asking((feature,))) == f"{function} takes no {feature.words}"
 
 
@@ -366,7 +398,11 @@ FIRST = torch.arange(KEYS) < torch.tensor([[4], [11]])
         ("cache_seqlens=None, block_table=None", {"key_padding": FIRST}, "its cache_seqlens counts keys in pages"),
         ("seqused_k=None, block_table=None, cu_seqlens_k=None", {"key_padding": FIRST}, "its seqused_k counts keys in"),
         ("cache_seqlens=None", {"key_padding": ~FIRST}, "its cache_seqlens counts the first keys, and others are seen"),
-        ("cache_seqlens=None, causal=False", {"key_padding": FIRST, "causal": True}, "moves a causal mask or a window"),
+        (
+            "cache_seqlens=None, causal=False",
+            {"key_padding": FIRST, "causal": True},
+            "moves a causal mask, a window or a distance",
+        ),
         ("cache_seqlens=None, causal=False", {"key_padding": FIRST, "causal": True, "own_ends": True}, [4, 11]),
     ],
     ids=["ends", "blind", "plain", "required", "mask", "unpaged", "packed", "holes", "causal", "own ends"],

@@ -21,10 +21,14 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as imported_by_name
 from torch.utils.checkpoint import checkpoint
 
+from tiebreak.backends.backend import EMULATION
 from tiebreak.cases.capture import AttentionModule, Capture, CaptureError, capture, session
 from tiebreak.cases.captured import captured_cases
+from tiebreak.cases.errors import signed_error_ulps
+from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.inputs import AttentionInputs
+from tiebreak.kernels.kernel import composed
 from tiebreak.kernels.reference import reference
 
 WIDTH, HEADS, TOKENS, BATCH = 32, 4, 24, 3
@@ -230,8 +234,14 @@ class TestWhatIsKept:
         ("options", "why"),
         [
             ({"dropout_p": 0.1}, "dropout"),
-            ({"attn_mask": torch.linspace(-1, 0, TOKENS).expand(TOKENS, TOKENS)}, "a mask that is not causal"),
-            ({"attn_mask": torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril(2)}, "a mask that is not causal"),
+            (
+                {"attn_mask": torch.linspace(-1, 0, TOKENS).expand(TOKENS, TOKENS)},
+                "a mask that is neither causal",
+            ),
+            (
+                {"attn_mask": torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril(2)},
+                "a mask that is neither causal",
+            ),
             (None, "NaN or Inf"),
         ],
     )
@@ -241,7 +251,49 @@ class TestWhatIsKept:
         layer = lambda: Layer(lambda q, k, v: plain(q, k, v * torch.nan))  # noqa: E731
         captured = caught(tmp_path, layer if options is None else attending(**options), steps=2)
         assert captured.written == []
-        assert f"not kept: 2 calls with {why}" in captured.summary().splitlines()
+        assert f"not kept: 2 calls with {why}" in captured.summary()
+
+    @pytest.mark.parametrize("side", ["left", "right"])
+    @pytest.mark.parametrize("causal", [True, False])
+    def test_sequences_of_a_padded_batch_are_cut_to_their_own_tokens(
+        self, tmp_path: Path, side: str, causal: bool
+    ) -> None:
+        """Padding sees what it likes; its q, k and v would ruin every statistic."""
+        at = torch.arange(TOKENS)
+        sizes = torch.tensor([10, TOKENS, 10])[:, None]
+        own = at < sizes if side == "right" else at >= TOKENS - sizes
+        mask = own[:, None, None] & (torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril() | (not causal))
+        mask = mask | (~mask.any(-1, keepdim=True) & own.any())
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            k = torch.where(own[:, None, :, None], k, 1e4)
+            q = torch.where(torch.tensor([True, False, True])[:, None, None, None], q * 40, q)
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+        model = model_of(lambda: Layer(attend))
+        layer = model.layers[0]
+        assert isinstance(layer, Layer)
+        with started(model, tmp_path, heads=5) as captured:
+            train(model, captured, steps=1)
+        tensors, metadata = read(captured.written[0])
+        rows = slice(0, 10) if side == "right" else slice(TOKENS - 10, TOKENS)
+        assert (metadata["causal"], set(tensors["layer0.heads"][:, 0].tolist())) == (str(causal).lower(), {0, 2})
+        (call,), (gradient,) = layer.calls, layer.gradients
+        for at_, (entry, head) in enumerate(tensors["layer0.heads"].tolist()):
+            for name, whole in (("v", call[2]), ("o", call[3]), ("do", gradient)):
+                assert torch.equal(tensors[f"layer0.{name}"][at_, 0], whole[entry, head, rows]), name
+        assert error_of(tmp_path, captured) < 0.01
+
+    def test_a_forward_pass_alone_has_no_do_and_none_is_asked(self, tmp_path: Path) -> None:
+        model = model_of(Layer, Layer)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), started(model, tmp_path) as captured:
+            model(torch.randn(BATCH, TOKENS, WIDTH))
+        tensors, _ = read(captured.written[0])
+        assert sorted(name for name in tensors if name.startswith("layer1")) == [
+            f"layer1.{x}" for x in ("heads", *"koqv")
+        ]
+        assert [case.gradients for case in captured_cases(tmp_path)] == [False, False]
+        assert error_of(tmp_path, captured) < 0.01
 
 
 def tied(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -258,6 +310,28 @@ class TestTelling:
         assert tensors["layer0.heads"].tolist() == [[BATCH - 1, 1]]
         assert "layer1.q" not in tensors
         assert metadata["layer0.repeated"] == "1"
+
+    def test_heads_with_a_sink_come_before_others_and_the_bias_that_plain_flash_has_on_them_is_told(
+        self, tmp_path: Path
+    ) -> None:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            """In head 2 the first key has a P of 0.94 in each row: its value is 1, the others' 0.03 together."""
+            here = (torch.arange(HEADS) == 2)[:, None, None]
+            first = torch.arange(TOKENS)[:, None] == 0
+            q, k = torch.where(here, q * 0 + 1, q), torch.where(here, k * 0 + 2.1 * first, k)
+            return torch.nn.functional.scaled_dot_product_attention(q, k, torch.where(here, v * 0 + first + 0.5, v))
+
+        captured = caught(tmp_path, lambda: Layer(attend), Layer, heads=3, layers=1)
+        tensors, metadata = read(captured.written[0])
+        assert tensors["layer0.heads"][:, 1].tolist() == [2] * BATCH
+        assert metadata["layer0.sinks"] == "1"
+        inputs = inputs_of(tmp_path)
+        flash = (
+            composed("paper", parse_declaration("flash@paper,tile=one")).compute(inputs, EMULATION.arithmetic, False).o
+        )
+        bias = signed_error_ulps(flash, reference(inputs).o, BF16).mean().item()
+        assert float(metadata["layer0.bias"]) == pytest.approx(bias, abs=0.02)
+        assert "2 of batch entry" in captured.summary().splitlines()[4]
 
     def test_the_largest_logit_and_deltas_bias_are_those_of_the_rows_that_were_looked_at(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -289,7 +363,7 @@ class TestTheFolder:
         names = sorted(path.name for path in tmp_path.iterdir())
         assert names == ["inputs-000002.safetensors", "inputs-000003.safetensors"]
         assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 65_000
-        assert "inputs-000002.safetensors" in captured.summary().split("\n")[2]
+        assert "inputs-000002.safetensors" in captured.summary().split("\n")[4]
 
     def test_a_second_run_goes_on_and_a_step_that_is_there_already_stays_and_is_told(self, tmp_path: Path) -> None:
         for _ in range(2):
@@ -370,7 +444,7 @@ class TestOtherWaysToCall:
             ({"softcap": 30.0}, "a soft cap"),
             ({"sliding_window": 4}, "a sliding window"),
             ({"dropout": 0.1}, "dropout"),
-            ({"attention_mask": torch.tensor([[0] + [1] * (TOKENS - 1)] * BATCH)}, "padding"),
+            ({"attention_mask": torch.tensor([[1, 0] + [1] * (TOKENS - 2)] * BATCH)}, "padding within a sequence"),
             ({"attention_mask": "of blocks"}, "a str"),
         ],
     )

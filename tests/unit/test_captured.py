@@ -76,7 +76,7 @@ def as_inputs(layer: Tensors, *, causal: bool = False) -> AttentionInputs:
 
 def sampled(case: Case, kernel: Kernel, heads: int = 256, fmt: Format = BF16) -> Sample:
     bench = Workbench(Settings(heads=heads)).case(case, fmt)
-    return call._until_settled(Cell(CPU, kernel, OneCall(case), fmt), bench, Settled("nothing"))[0]
+    return call._until_settled(Cell(CPU, kernel, OneCall(case), fmt), bench, Settled("nothing"))
 
 
 class TestCases:
@@ -256,7 +256,7 @@ class TestLooks:
         assert sampled(case, composed_kernel("flash@paper"), 256).obstacle.startswith("the case has no more")
         short_of_time = Workbench(Settings(heads=256, cell_timeout=1e-9)).case(case, BF16)
         cell = Cell(CPU, composed_kernel("flash@paper"), OneCall(case), BF16)
-        none_left, _ = call._until_settled(cell, short_of_time, Settled("nothing"))
+        none_left = call._until_settled(cell, short_of_time, Settled("nothing"))
         assert none_left.obstacle.startswith("the case has no more")  # more time would draw no more heads
         opposed = layer | {"k": torch.zeros_like(layer["k"]), "v": torch.ones_like(layer["v"])}
         opposed["v"][:, :, ::2] = -1.015625

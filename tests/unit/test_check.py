@@ -453,6 +453,6 @@ def test_a_function_without_a_file_is_checked_in_this_process_alone(tmp_path: Pa
 
 
 def test_optional_parameters_that_no_call_gives_are_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "mine.py").write_text(KERNEL.replace("scale=None", "scale=None, dropout_p=0.0, alibi_slopes=None"))
+    (folder / "mine.py").write_text(KERNEL.replace("scale=None", "scale=None, dropout_p=0.0, alpha=None"))
     assert check.main(["mine.py:attention", "--cases", "random", *HEADS, "-n", "0"]) == 0
-    assert "  not given   dropout_p, alibi_slopes" in capsys.readouterr().out.splitlines()
+    assert "  not given   dropout_p, alpha (dropout is not judged)" in capsys.readouterr().out.splitlines()

@@ -13,7 +13,7 @@ from tiebreak.cases.gpt2.snippets import SNIPPETS
 from tiebreak.cases.verdicts import Interval
 from tiebreak.matrix.checks import ask_all, checks, judging
 from tiebreak.matrix.experiments import kinds
-from tiebreak.matrix.result import Claimed, Predicted, Result
+from tiebreak.matrix.result import Claimed, Result
 from tiebreak.reports.records.record import (
     CRASHED,
     FAILED,
@@ -56,6 +56,10 @@ def gained(mean: float, width: float, noise: float = 0.0) -> dict[str, Any]:
     return of_one_head(**gains, dk_gain_noise=noise)
 
 
+def predicted(passed: bool | None) -> dict[str, Any]:
+    return {"prediction": Claimed("what plan predicts", "", passed, "found")}
+
+
 SMALL = (claimed(True), claimed(None, "small"))
 OPEN = {"heads": 8, "obstacle": "more"}
 NOT_SMALL = {"claims": (claimed(None), claimed(False, "small"))}
@@ -79,9 +83,9 @@ ANSWERS: Sequence[tuple[str, dict[str, Any], bool | None, str]] = (
     ("claim", NOT_SMALL, False, r"^claim failed: small \(who says small\); bias of small$"),
     ("claim", {"claims": SMALL} | OPEN, None,
      r"^8 heads do not settle the claim: small \(who says small\); bias of small; more$"),
-    ("prediction", {"prediction": Predicted("plan", True, "found")}, True, "^$"),
-    ("prediction", {"prediction": Predicted("plan", False, "found")}, False, "^not what plan predicts: found$"),
-    ("prediction", {"prediction": Predicted("plan", None, "found")} | OPEN, None,
+    ("prediction", predicted(True), True, "^$"),
+    ("prediction", predicted(False), False, "^not what plan predicts: found$"),
+    ("prediction", predicted(None) | OPEN, None,
      "^8 heads do not settle whether it is what plan predicts: found; more$"),
     ("gradients", measured(gradients_nonfinite=0.0, gradient_error_over_bound=1.0), True, "^$"),
     ("gradients", WRONG_GRADIENTS, False, "^3 elements of dQ, .* Inf, the reference's are not; the largest error of .*"
@@ -173,7 +177,7 @@ def test_claims_of_cases_waive_these_and_no_other() -> None:
 
 def test_whether_a_bias_lies_beyond_the_margin_is_no_check() -> None:
     """Neither answer would fail a kernel of which nothing is claimed."""
-    undecided = result(external=True, failure=True, verdict="undecided", measures={"bias": Interval(0.05, 0.004)})
+    undecided = result(external=True, verdict="undecided", measures={"bias": Interval(0.05, 0.004)})
     assert all(answer.passed for answer in ask_all(undecided).values())
 
 

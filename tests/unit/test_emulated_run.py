@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tiebreak.programs.levels import sysroot
+from tiebreak.laboratory.levels import sysroot
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import store
 

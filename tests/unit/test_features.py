@@ -109,7 +109,8 @@ def test_what_a_kernel_takes_is_asked_before_what_it_lacks() -> None:
     assert replace(kernel, missing_requirement=lambda inputs: None).refusal(_inputs("random_causal")) is None
 
 
-@pytest.mark.parametrize("word", ["block_mask", "descale"])  # one hides scores, the other has an arithmetic of its own
+# One hides scores, one has an arithmetic of its own, and one is added to scores.
+@pytest.mark.parametrize("word", ["block_mask", "descale", "alibi"])
 def test_a_feature_costs_five_files(word: str) -> None:
     rooms = ("kernels", "backends", "cases", "reports", "tests/matrix", "tests/programs")
     files = [path for room in rooms for path in (ROOT / room).rglob("*.py") if word in path.read_text("utf-8").lower()]

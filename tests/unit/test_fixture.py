@@ -11,10 +11,11 @@ import torch
 
 from tiebreak.backends.backend import CPU, EMULATION
 from tiebreak.cases.gpt2.attention import HeadKernel
-from tiebreak.cases.gpt2.fixture import CONFIGURATION, CONTEXT, SEQUENCES, Way, exact, fixture, keep, read, trained
+from tiebreak.cases.gpt2.fixture import CONFIGURATION, CONTEXT, SEQUENCES, Way, exact, fixture, read
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import FP16
 from tiebreak.kernels.plans import Cast
+from tiebreak.studies.language_model import keep, trained
 
 FUSED = parse_declaration("flash@fused")
 

@@ -10,9 +10,9 @@ import pytest
 from tiebreak.backends import levels as table
 from tiebreak.backends.levels import EMULATED, LEVELS, VARIABLES, Level, current, supported
 from tiebreak.backends.platform import cpu_features
-from tiebreak.programs.levels import command as levels
-from tiebreak.programs.levels import sysroot
-from tiebreak.programs.levels.command import main
+from tiebreak.laboratory.levels import command as levels
+from tiebreak.laboratory.levels import sysroot
+from tiebreak.laboratory.levels.command import main
 from tiebreak.programs.processes import CELLS, finished
 from tiebreak.reports import cli
 from tiebreak.reports.errors import UsageError
@@ -169,7 +169,7 @@ def test_ctrl_c_lets_the_running_process_end_by_itself() -> None:
     child = "import time\ntry:\n print('up', flush=True)\n time.sleep(60)\nexcept KeyboardInterrupt:\n print('tidied')"
     # A process that a shell has put into the background inherits a Ctrl-C that is ignored. The table needs no torch.
     parent = (
-        "import signal, sys\nfrom tiebreak.programs.levels.command import finished, main\nmain(['--list'])\n"
+        "import signal, sys\nfrom tiebreak.laboratory.levels.command import finished, main\nmain(['--list'])\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "try:\n finished([sys.executable, '-c', sys.argv[1]], shown=True)\n"
         "except KeyboardInterrupt:\n sys.exit(1 if 'torch' in sys.modules else 130)"

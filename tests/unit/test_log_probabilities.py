@@ -61,7 +61,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _untrained() -> nn.Module:
-    return fixture._model(fixture._EXACT, fixture._NO_ARITHMETIC)
+    return fixture.model_with(fixture.EXACT, fixture.NO_ARITHMETIC)
 
 
 def side(name: str, backend: Backend = CPU) -> Side:

@@ -29,7 +29,10 @@ from tiebreak.studies import site, tie
 ROOT = Path(__file__).parents[2]
 README, EXTENDING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
 PAGES = (README, EXTENDING, *sorted((ROOT / "docs").glob("*.md")))
-DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+DOCUMENTS = [
+    *ROOT.glob("*.md"),
+    *(page for name in ("docs", "examples", "findings") for page in (ROOT / name).rglob("*.md")),
+]
 LINK = re.compile(r"""(?:\]\(|<img src=")([^)\s"]+)""")
 FIGURES = ROOT / "docs" / "figures"
 YOURS = "Check a kernel"

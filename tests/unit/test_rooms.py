@@ -17,7 +17,7 @@ pytestmark = pytest.mark.quick
 
 CHECKOUT = Path(__file__).parents[2]
 PUBLIC = "tiebreak.kernels.public"  # the package that is installed as tiebreak itself
-CORE_LINES = 16_190  # at most, of modules that are no plug-in's and are shipped
+CORE_LINES = 16_000  # at most, of modules that are no plug-in's and are shipped
 PLUGIN_ROW = re.compile(r"\| [\w, ]+ \| ((?:`[\w/]+(?:/|\.py)` ?)+)\|")
 ROW = re.compile(r"\| `([\w/]+)/` \| `tiebreak\.(\w+)` \| ([\w, ]+) \|")
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tiebreak.backends import cuda
 from tiebreak.backends.backend import CPU, EMULATION
 from tiebreak.cases.bounds import ErrorBounds
 from tiebreak.cases.scripted import SCRIPTED
@@ -213,7 +214,7 @@ def test_a_causal_mask_is_the_inputs_however_it_is_told(queries: int) -> None:
 
 
 def test_an_operator_takes_all_that_masks_or_a_square_causal_mask_alone() -> None:
-    kernels = {kernel.name: kernel for kernel in sdpa.gpu_sdpa_kernels()}
+    kernels = {kernel.name: kernel for kernel in cuda.gpu_sdpa_kernels()}
     with_mask = {name: WINDOW in kernel.takes for name, kernel in kernels.items()}
     bias = {
         name: "attn_bias" in str(getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention").default._schema)
@@ -309,7 +310,7 @@ def test_of_pytorch_s_warnings_the_reason_is_told(monkeypatch: pytest.MonkeyPatc
     assert reason == "CUDNN_ATTENTION can't take these inputs: PyTorch would run MATH"
 
 
-@pytest.mark.parametrize("kernel", sdpa.gpu_sdpa_kernels(), ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", cuda.gpu_sdpa_kernels(), ids=lambda kernel: kernel.name)
 def test_each_kernel_of_a_gpu_forces_its_own(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     def noting(backends: list[SDPBackend]) -> None:
         raise _AskedError(*(backend.name for backend in backends))

@@ -118,9 +118,7 @@ def test_a_name_that_stands_for_nothing_is_refused_and_an_empty_list_is_no_list_
 def test_a_users_kernel_runs_alone_on_the_cpu_and_never_in_the_emulation(mine: str) -> None:
     assert chosen(Selection(kernel=(mine,), cases="random")) == ["cpu-mine-random-bf16"]
     # With a plan the emulation would compare that plan with itself, and every kernel would pass.
-    message = (
-        r"^a kernel of your own runs on a device, not in the emulation: --backend cpu, ascend, cuda, interpreter, ptx"
-    )
+    message = "^a kernel of your own runs on a device, not in the emulation: --backend cpu, ascend, cuda, files, inter"
     with pytest.raises(UsageError, match=message):
         cells(Selection(backends="emulation", kernel=(mine,), plan="fused"))
     both = chosen(Selection(backends="emulation,cpu", kernel=(mine,), kernels="fair", cases="random"))

@@ -39,6 +39,25 @@ def clamped(q, k, v, *, causal=False, scale=None):
     return eager(q, k, v, causal=causal, scale=scale, most=-1.0)
 
 
+def nan_if_large(q, k, v):
+    return (q @ k.mT).half().float().mean() * 0 + eager(q, k, v)
+
+
+def zeros_if_large(q, k, v):
+    return nan_if_large(q, k, v).nan_to_num(0.0)
+
+
+def raises_if_large(q, k, v):
+    if nan_if_large(q, k, v).isnan().any():
+        raise ValueError("too large")
+    return eager(q, k, v)
+
+
+def flat_if_large(q, k, v):
+    o = nan_if_large(q, k, v)
+    return o.flatten() if o.isnan().any() else o
+
+
 def ends(q, k, v):
     import os
     os._exit(3)
@@ -151,7 +170,27 @@ def test_what_leaves_the_device_beyond_use_is_raised_once_and_asked_by_nobody_el
 def test_what_it_raises_leaves_its_plan_unknown(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def attention(q, k, v):\n    raise ValueError('not I')\n")
     raising = Cell(CPU, external_kernel(f"{tmp_path / 'mine.py'}:attention"), Identification(), BF16)
-    assert plan_of(raising, Workbench(Settings())) == Settled("nothing: not I")
+    wrong = "asked for its plan, it raised ValueError: not I (mine.py, line 2)"
+    assert plan_of(raising, Workbench(Settings())) == Settled("nothing: not I", wrong=wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("nan_if_large", "NaN or Inf"),
+        ("zeros_if_large", "0 throughout"),
+        ("raises_if_large", "raised ValueError: too large"),
+        ("flat_if_large", "shape"),
+    ],
+)
+def test_an_output_that_only_tells_the_plan_has_to_be_attention_too(
+    named: Callable[[str], Cell], name: str, what: str
+) -> None:
+    """Scores beyond fp16 are in a designed input alone, not in the cell that fails for it."""
+    record = run_cell(named(name), Workbench(Settings(heads=32)))
+    assert record.outcome == "failed"
+    assert [check for check, answer in record.answers.items() if answer.passed is False] == ["contract"]
+    assert what in (record.answers["contract"].why or "")
 
 
 def test_random_bits_are_seen_also_where_one_row_hides_them() -> None:

@@ -1,5 +1,6 @@
 """The shapes of calls: the smallest inputs of public reports have their right values, and wrong shapes are named."""
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from itertools import combinations, product
@@ -14,18 +15,24 @@ from tiebreak.backends.backend import EMULATION
 from tiebreak.cases.case import Draw
 from tiebreak.cases.shapes import ShapedCall, covering, dimensions, reported, separating
 from tiebreak.defects.kernel import SOUND
-from tiebreak.defects.planted import DEFECTS, on, users
+from tiebreak.defects.planted import DEFECTS, on, twin, users
 from tiebreak.kernels.declarations import parse_declaration
+from tiebreak.kernels.external.call import CONTIGUOUS, Places
+from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.kernels.formats import BF16, Formats
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import composed
 from tiebreak.kernels.reference import reference, reference_gradients
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.questions import shapes as questions
+from tiebreak.matrix.questions.placements import transposed
 from tiebreak.matrix.questions.shapes import QUESTIONS
+from tiebreak.matrix.record_collector import described
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports import cli
+from tiebreak.reports.records.record import Run
+from tiebreak.reports.verdict import verdicts
 from tiebreak.studies.power import EXPERIMENTS
 
 pytestmark = pytest.mark.quick
@@ -52,6 +59,9 @@ MASKED = _call(_zeros(1), _zeros(513), _keys((1, 1.0), (511, 0.0), (1, -1.0)),
                key_padding=(torch.arange(513) < 1)[None])  # fmt: skip
 PAGED = _call(_zeros(1), _zeros(129), _keys((128, 0.0), (1, 129.0)),
               block_table=torch.tensor([[0]]), page_size=256, pool_pages=1)  # fmt: skip
+MANY = torch.zeros(65536, 1, 1, 1)
+TWICE, TWO_KEYS = torch.zeros(2, 1, 1, 1), torch.zeros(2, 1, 2, 1)
+OF_TWO = _keys((1, 1.0), (1, 3.0)).repeat(2, 1, 1, 1)
 #: The smallest inputs that show a report, and O of the last row.
 SMALLEST: Mapping[str, tuple[AttentionInputs, float]] = {
     "TensorRT-LLM 19112": (PARTS, 0.6492),
@@ -61,15 +71,46 @@ SMALLEST: Mapping[str, tuple[AttentionInputs, float]] = {
     "SageAttention 386": (_call(_zeros(1), _zeros(2), _keys((1, 1.0), (1, 3.0))), 2.0),
     "flashinfer 4347": (PAGED, 1.0),
     "larql 237": (_call(8 * ONE, 8 * ONE, ONE, softcap=1.0), 1.0),
+    "a bias of one head": (
+        _call(TWICE, TWO_KEYS, OF_TWO, bias=torch.tensor([[0.0, 0.0], [0.0, math.log(3)]])[:, None, None]), 2.5),
+    "slopes of the second entry": (_call(TWICE, TWO_KEYS, OF_TWO, alibi=torch.tensor([[0.0], [math.log(3)]])), 2.5),
+    "a sequence without keys": (_call(_zeros(2), ONE, ONE, lengths=((0, 1, 2), (0, 1, 1))), 0.0),
+    "flashinfer 3125": (_call(MANY, MANY, MANY + 1), 1.0),
+    "pytorch 196678": (_call(-500 * ONE, torch.ones(1, 1, 192, 1), _keys((1, 1.0), (191, 3.0))), 574 / 192),
+    "a causal mask of the longest sequence": (
+        _call(_zeros(3), _zeros(4), _keys((3, 1.0), (1, 3.0)), causal=True, lengths=((0, 2, 3), (0, 2, 4))), 2.0),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("report", SMALLEST)
 def test_the_smallest_input_of_a_report_has_its_right_value(report: str) -> None:
     inputs, right = SMALLEST[report]
+    last = inputs.part(slice(-1, None))
     emulated = EMULATION.run(composed("tiled", parse_declaration("flash@fused,tile=32")), inputs, gradients=False).o
-    for o, within in ((reference(inputs).o, 1e-3), (emulated, 4e-3)):
+    for o, within in ((reference(last).o, 1e-3), (emulated, 4e-3)):
         assert o[-1, -1, -1, -1].item() == pytest.approx(right, rel=within)
+
+
+def _of_a_user(inputs: AttentionInputs, places: Places) -> Tensor:
+    kernel = twin("tiled")
+    assert isinstance(kernel, UserKernel)
+    call = kernel.caller.call(inputs)
+    return call.restored(call.forward(call.placed(places, gradients=False)))
+
+
+def test_views_of_exchanged_heads_and_rows_are_their_numbers() -> None:
+    """flash-attention 2667."""
+    inputs = _call(*torch.randn(3, 1, 2, 2, 256, generator=torch.Generator().manual_seed(0)).bfloat16().float())
+    assert torch.equal(_of_a_user(inputs, Places.all(transposed)), _of_a_user(inputs, CONTIGUOUS))
+
+
+def test_keys_2_to_the_31_elements_apart_are_read() -> None:
+    """SageAttention 386."""
+
+    def apart(x: Tensor) -> Tensor:
+        return x.new_empty(2**31 + 1).as_strided((1, 1, 2, 1), (0, 0, 2**31, 1)).copy_(x)
+
+    assert _of_a_user(_call(_zeros(1), _zeros(2), _keys((1, 1.0), (1, 3.0))), Places(v=apart)).item() == 2.0
 
 
 def test_of_one_key_the_gradient_of_v_is_do_though_v_is_narrower() -> None:
@@ -80,10 +121,12 @@ def test_of_one_key_the_gradient_of_v_is_do_though_v_is_narrower() -> None:
 
 
 def test_every_two_sizes_meet_in_few_calls() -> None:
-    values = {**dimensions(), "parameter": ["", "sink", "window", "softcap"]}
-    calls = list(covering(values))
+    """But for packed sequences, which are a batch of 1 whatever was chosen."""
+    values = {**dimensions(), "parameter": ["", "sink", "window", "lengths"]}
+    calls = list(covering(values, {(("batch", 3), ("parameter", "lengths"))}))
     for a, b in combinations(values, 2):
-        assert {(call[a], call[b]) for call in calls} == set(product(values[a], values[b]))
+        never = {(3, "lengths")} if (a, b) == ("batch", "parameter") else set()
+        assert {(call[a], call[b]) for call in calls} == set(product(values[a], values[b])) - never
     assert len(calls) <= 2 * 4 * 4
     made = [questions._shaped(call) for call in calls]
     assert [{name: getattr(call, name) for name in values} for call in made] == calls, "a call is not what was chosen"
@@ -119,6 +162,9 @@ WHERE = {
     "last_part_of_a_batch": "batch = 3 and keys >= 321",
     "wide_heads_unscaled": "d = 256",
     "late_window": "window = 60",
+    "alibi_of_the_first": "full = bh and parameter = alibi",
+    "alibi_upper_left": "parameter = alibi and keys >= 129",
+    "rows_of_v_side_by_side": "d_v >= 128",
     "entries_in_16_bits": "batch = 65536",
     "pages_of_128": "page = 256",
     "maximum_from_minus_100": "lse <= -300",
@@ -128,8 +174,11 @@ WHERE = {
 @pytest.mark.parametrize("name", WHERE)
 def test_a_defect_of_some_shapes_is_pointed_at(name: str) -> None:
     defect = DEFECTS[name]
-    record = run_cell(Cell(on(), defect.kernel, EXPERIMENTS[defect.case], BF16), Workbench(Settings(seed=1, heads=16)))
+    cell = Cell(on(), defect.kernel, EXPERIMENTS[defect.case], BF16)
+    record = run_cell(cell, Workbench(Settings(seed=1, heads=16)))
     assert record.answers["usage"].why.startswith(f"wrong where {WHERE[name]}: ")
+    (verdict,) = verdicts(described(Run({}, {}, (record,)), {record.id: cell}))
+    assert [finding.text for finding in verdict.findings if finding.name == "wrong where"] == [WHERE[name]]
 
 
 def test_words_of_a_call_are_the_fields_that_are_not_as_usual() -> None:

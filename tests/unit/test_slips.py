@@ -108,8 +108,9 @@ def test_which_key_head_is_read_is_told_by_all_heads_of_an_entry() -> None:
     assert defect.slip in judged(defect.kernel, defect.case, heads=64).evidence["slips"]
 
 
-def test_a_bias_that_is_added_before_the_soft_cap_is_named() -> None:
-    """ONNX's order, where the calls of the suite add the bias to capped scores."""
+@pytest.mark.parametrize("capped", [False, True])
+def test_a_bias_on_the_other_side_of_the_soft_cap_is_named(capped: bool) -> None:
+    """ONNX's order is before it, where calls add the bias to capped scores unless a kernel takes capped_bias."""
 
     def in_onnx_order(sound: Switch, request: Request, keys: slice) -> Tensor:
         s: Tensor = sound(replace(request, softcap=0.0), keys)
@@ -117,9 +118,10 @@ def test_a_bias_that_is_added_before_the_soft_cap_is_named() -> None:
 
     rng = torch.Generator().manual_seed(0)
     q, k, v, do, bias = (2 * torch.randn(1, 4, 64, 64, generator=rng).bfloat16().float() for _ in range(5))
-    inputs = AttentionInputs(q, k, v, do, Formats.of(BF16), softcap=2.0, bias=bias)
+    inputs = AttentionInputs(q, k, v, do, Formats.of(BF16), softcap=2.0, bias=bias, capped_bias=capped)
     batch, told = SharedBatch(inputs, reference(inputs)), {}
-    for name, switches in {"wrong": {"scores": in_onnx_order}, "sound": {}}.items():
+    for name, switches in {"before": {"scores": in_onnx_order}, "after": {}}.items():
         o = on().run(users(partial(SOUND["tiled"], **switches), name), inputs, gradients=False).o
         told[name] = list(slip_bits(o, batch, on()))
-    assert told == {"wrong": ["the bias is added before the soft cap"], "sound": []}
+    wrong, sound = ("after", "before") if capped else ("before", "after")
+    assert told == {wrong: [f"the bias is added {wrong} the soft cap"], sound: []}

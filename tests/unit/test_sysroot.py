@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tiebreak.programs.levels import sysroot
-from tiebreak.programs.levels.sysroot import Pin, pins
+from tiebreak.laboratory.levels import sysroot
+from tiebreak.laboratory.levels.sysroot import Pin, pins
 from tiebreak.reports.errors import UsageError
 
 

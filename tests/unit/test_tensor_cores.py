@@ -170,6 +170,7 @@ HALF = (2.0**63, 2.0**63)  # 2^126
 LARGE, OPPOSITE = (2.0**64, 2.0**64), (-(2.0**64), 2.0**64)  # products beyond fp32
 TINY, SMALL = -(2.0**-40), (-(2.0**-14), 2.0**-12)
 ABOVE = 1.0 + 2.0**-23
+FULL = 2.0 - 2.0**-7  # in bf16
 E5M2 = "fp8_e5m2fnuz"
 # Products, an addend, formats, and the sum on targets.
 WORKED = [
@@ -212,6 +213,9 @@ WORKED = [
     ([LARGE], -math.inf, "bf16", {"gfx942": -math.inf}),
     # Half of the smallest number is a zero, whose sign is lost toward zero.
     ([(-(2.0**-75), 2.0**-75)], 0.0, "bf16", {"sm_80": 0.0, "sm_90": 0.0, "gfx942": -0.0}),
+    # A sum in last bits of the largest term has more than 32 bits with the addend, or in fp8.
+    ([(FULL, FULL)] * 16, FULL, "bf16", dict.fromkeys(("sm_90", "sm_100", "sm_120"), 16 * FULL**2 + FULL)),
+    ([(448.0, 448.0)] * 32, 1.0, "fp8_e4m3", dict.fromkeys(("sm_100", "sm_120"), 32 * 448.0**2 + 1.0)),
     # tf32 is 19 bits of an operand.
     ([1.0 + 2.0**-10 + 2.0**-11], 0.0, "tf32", {"sm_80": 1.0 + 2.0**-10, "gfx942": 1.0 + 2.0**-10}),
 ]  # fmt: skip

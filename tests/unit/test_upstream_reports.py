@@ -139,7 +139,7 @@ def test_every_report_is_in_the_list_and_among_the_findings() -> None:
 
 
 def test_how_large_a_finding_is_stands_in_its_report() -> None:
-    linked = [row for row in FINDINGS.splitlines() if "/README.md)" in row]
+    linked = [row for row in FINDINGS.splitlines() if "](reports/" in row]
     assert len(linked) >= len(REPORTS)
     for row in linked:
         cells = row.split("|")

@@ -6,9 +6,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tiebreak.kernels.triton.loading import installed
-from tiebreak.kernels.triton.roster import Compilation
 from tiebreak.laboratory.audit import records
-from tiebreak.laboratory.audit.compiling import TARGETS, NotCompiledError, Target, compile_for, sources, unavailable
+from tiebreak.laboratory.audit.compiling import (
+    TARGETS,
+    Compilation,
+    NotCompiledError,
+    Target,
+    compile_for,
+    sources,
+    unavailable,
+)
 from tiebreak.laboratory.audit.reading import read
 from tiebreak.laboratory.audit.records import Audit, Audits, audit_tables
 from tiebreak.reports.cli import FAILED, PASSED, Parser

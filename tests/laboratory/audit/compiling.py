@@ -4,14 +4,19 @@ Everything that an environment variable of Triton's could change about the resul
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from packaging.version import Version
 
+from tiebreak.kernels.formats import BF16, FP32, Formats
 from tiebreak.kernels.triton.compiling import compiling_text
+from tiebreak.kernels.triton.compiling import source as source_of
+from tiebreak.kernels.triton.config import Config
+from tiebreak.kernels.triton.launch import FORWARD, backward_block, format_of_v, forward_block, options
 from tiebreak.kernels.triton.loading import installed, missing
-from tiebreak.kernels.triton.roster import Compilation, compilations
+from tiebreak.kernels.triton.roster import DECLARATIONS
 
 # PTX of 3.6 and 3.7 gives the line inside a called function alone, and so not whose cast it is.
 OLDEST = "3.8"
@@ -66,6 +71,43 @@ def unavailable() -> str | None:
     except RuntimeError as error:
         return f"{_reason(error)}: it comes with triton's wheel, or set TRITON_PTXAS_PATH"
     return None
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """One kernel to compile: all arguments of triton.compile."""
+
+    name: str  # of the roster's kernel and, after a slash, of the function
+    function: Any  # triton's JITFunction
+    signature: Mapping[str, str]  # argument -> type
+    constexprs: Mapping[str, object]  # argument -> value
+    options: Mapping[str, int]  # warps, pipeline stages, and whether products and sums may be contracted
+
+
+_BACKWARD = (("backward", "delta"), ("backward", "key_gradients"), ("backward", "query_gradient"))
+_TYPES = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32", "fp8_e4m3": "*fp8e4nv"}
+
+
+def compilations() -> Iterator[Compilation]:
+    """Yield the kernels of the roster to compile for causal inputs in bf16 with d = 64.
+
+    Raises:
+        ValueError: triton is not installed.
+    """
+    d, formats = 64, Formats.of(BF16)
+    for name, declaration in DECLARATIONS.items():
+        plan = declaration.plan.in_formats(formats)
+        pointers = {**dict.fromkeys(("Q", "K", "DO"), formats.inputs), "V": format_of_v(plan, formats)}
+        pointers |= {"O": plan.o.fmt, **dict.fromkeys(("DQ", "DK", "DV"), plan.gradients.fmt)}
+        for part, function in (("forward", FORWARD[declaration.algorithm.name]), *_BACKWARD):
+            block = backward_block(plan, d) if part == "backward" else forward_block(declaration.block, d)
+            config = Config(plan, declaration.shift_rule, causal=True, d=d, block=block, query_heads=16)
+            jitted = getattr(source_of(part), function)
+            names: list[str] = jitted.arg_names
+            types = {word: _TYPES[pointers.get(word, FP32).name] if word.isupper() else "i32" for word in names}
+            constants = {"C": config, "PADDING": None}  # a mask of keys rounds nothing
+            types |= dict.fromkeys(constants, "constexpr")
+            yield Compilation(f"{name}/{function}", jitted, types, constants, options(d))
 
 
 def sources() -> list[Compilation]:

@@ -4,14 +4,13 @@ import hashlib
 import math
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from time import process_time
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
-from tiebreak.backends.probes import plan_changes
 from tiebreak.backends.registry import target_of
 from tiebreak.cases.bounds import UNDECLARED
 from tiebreak.cases.case import JOINED, Case
@@ -25,18 +24,18 @@ from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.kernels.features import HIDDEN_NAN, SCRIPTABLE
 from tiebreak.kernels.flash import BLOCK
 from tiebreak.kernels.formats import Format, Formats
-from tiebreak.kernels.inputs import AttentionOutput, Gradients
-from tiebreak.kernels.kernel import Declaration, Kernel, delta_alone, tilings
+from tiebreak.kernels.inputs import AttentionOutput
+from tiebreak.kernels.kernel import Declaration, Kernel, NotAskedError, delta_alone, tilings
 from tiebreak.kernels.roster import roster_labels
-from tiebreak.matrix.checks import ACCURACY, GRADIENTS, checks, looks
+from tiebreak.matrix.checks import ACCURACY, CONTRACT, GRADIENTS, checks, contract_broken, looks
 from tiebreak.matrix.experiment import Cell, Experiment, Kind, SelectionContext, time_limit
 from tiebreak.matrix.measures import CALL_MEASURES, values_of
 from tiebreak.matrix.off import gradient_off, o_off
 from tiebreak.matrix.resolver import BackwardPasses, plan_of, resolver
-from tiebreak.matrix.result import Claimed, Predicted, Result, recorded
-from tiebreak.matrix.sample import HeldTo, OnTheWhole, Sample
+from tiebreak.matrix.result import Claimed, HeldTo, Result, recorded
+from tiebreak.matrix.sample import OnTheWhole, Sample
 from tiebreak.matrix.trial import refusal
-from tiebreak.matrix.workbench import CaseBench, Settled, SharedBatch, Workbench
+from tiebreak.matrix.workbench import CaseBench, Settled, Workbench
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import record as records
 
@@ -140,8 +139,9 @@ class OneCall(Experiment):
         return case.fixed_heads is None and cell.kernel.refusal(case.make(0, 0, 1, cell.fmt)) is not None
 
     def run(self, cell: Cell, bench: Workbench) -> Result:
-        sample, backward = _with_gradients(*_until_settled(cell, bench.case(self.case, cell.fmt), plan_of(cell, bench)))
-        measures, held_to, errors = values_of(sample), sample.held_to, sample.errors
+        plan = plan_of(cell, bench)
+        sample, backward = _with_gradients(_until_settled(cell, bench.case(self.case, cell.fmt), plan), plan)
+        measures, errors = values_of(sample), sample.errors
         verdict = None if sample.verdict is None else sample.verdict.value
         tied, in_training = where_bias_is(verdict, measures, self.case.formats(cell.fmt).output)
         return Result(
@@ -152,13 +152,12 @@ class OneCall(Experiment):
             in_training=in_training,
             claims=tuple(_claims(sample)),
             prediction=_prediction(sample),
+            answers={CONTRACT: contract_broken(plan.wrong)} if plan.wrong else {},
             backward_error=sample.outputs[0].backward_error,
             backward_raised=sample.outputs[0].backward_raised,
-            held_to=held_to.plan if held_to else None,
-            refused=held_to.refused if held_to else None,
+            held_to=sample.held_to,
             backward_held_to=backward.name if backward else None,
             gradient_heads=sample.gradient_heads,
-            failure=self.case.failure,
             external=cell.kernel.external,
             bound_of=sample.declaration.plan.name,
             heads=sample.heads,
@@ -169,7 +168,7 @@ class OneCall(Experiment):
         )
 
 
-def _until_settled(cell: Cell, bench: CaseBench, plan: Settled) -> tuple[Sample, Settled]:
+def _until_settled(cell: Cell, bench: CaseBench, plan: Settled) -> Sample:
     """Add heads until O's verdicts are settled, no heads are left, the cap is reached or time is short.
 
     A look draws as many heads as all looks before it, and takes as long. The kernel's plan is known from the first.
@@ -178,19 +177,20 @@ def _until_settled(cell: Cell, bench: CaseBench, plan: Settled) -> tuple[Sample,
     output = _output(cell, bench, 0)
     declaration = _in_its_tiles(cell, bench, output)
     sample = Sample(cell, bench, declaration, _claim(cell, bench, declaration))
-    for look in range(LOOKS):
-        for index in batches_of(look):
-            if bench.has_batch(index):
-                output = _output(cell, bench, index) if index else output
-                sample = sample.with_batch(output, _errors(cell, bench, index, output, declaration))
-        if not look:
-            sample = _held_to_a_plan(sample, plan)
-        exhausted = not bench.has_batch(len(sample.outputs))
-        out_of_time = limit is not None and _NEXT_LOOK * (process_time() - began) > limit
-        sample = replace(sample, exhausted=exhausted, out_of_time=out_of_time and not exhausted)
-        if exhausted or out_of_time or (sample.is_settled and _is_settled(ACCURACY, sample)):
-            break
-    return sample, plan
+    with suppress(NotAskedError):  # of more heads
+        for look in range(LOOKS):
+            for index in batches_of(look):
+                if bench.has_batch(index):
+                    output = _output(cell, bench, index) if index else output
+                    sample = sample.with_batch(output, _errors(cell, bench, index, output, declaration))
+            if not look:
+                sample = _held_to_a_plan(sample, plan)
+            exhausted = not bench.has_batch(len(sample.outputs))
+            out_of_time = limit is not None and _NEXT_LOOK * (process_time() - began) > limit
+            sample = replace(sample, exhausted=exhausted, out_of_time=out_of_time and not exhausted)
+            if exhausted or out_of_time or (sample.is_settled and _is_settled(ACCURACY, sample)):
+                break
+    return sample
 
 
 def _held_to_a_plan(sample: Sample, plan: Settled) -> Sample:
@@ -263,32 +263,22 @@ def _with_gradients(sample: Sample, plan: Settled) -> tuple[Sample, BackwardPass
     compared = bench.case.normal or bench.case.fixed_heads is not None  # with known backward passes
     if held_to is None or first.gradients is None or not compared:
         return sample, None
-    backward = None
-    if cell.kernel.external:
-        backward = resolver().backward(sample, held_to, plan)
+    backward = resolver().backward(sample, held_to, plan) if cell.kernel.external else None
     if backward is not None:
-        sample = _add_gradients(sample, backward, first.gradients, first.o, bench.batch(0))
-    for look in range(1, LOOKS):
-        if sample.out_of_time or not bench.has_batch(batches_of(look).start) or _is_settled(GRADIENTS, sample):
-            break
-        for batch in (bench.batch(index) for index in batches_of(look) if bench.has_batch(index)):
-            output = cell.backend.run(cell.kernel, batch.inputs, gradients=True)
-            if output.gradients is None:
-                continue
-            more = (*sample.more_gradients, OnTheWhole.of(output.gradients, batch))
-            sample = replace(sample, more_gradients=more)
-            if backward is not None:
-                sample = _add_gradients(sample, backward, output.gradients, output.o, batch)
+        sample = backward.added_to(sample, first.gradients, first.o, bench.batch(0))
+    with suppress(NotAskedError):
+        for look in range(1, LOOKS):
+            if sample.out_of_time or not bench.has_batch(batches_of(look).start) or _is_settled(GRADIENTS, sample):
+                break
+            for batch in (bench.batch(index) for index in batches_of(look) if bench.has_batch(index)):
+                output = cell.backend.run(cell.kernel, batch.inputs, gradients=True)
+                if output.gradients is None:
+                    continue
+                more = (*sample.more_gradients, OnTheWhole.of(output.gradients, batch))
+                sample = replace(sample, more_gradients=more)
+                if backward is not None:
+                    sample = backward.added_to(sample, output.gradients, output.o, batch)
     return sample, backward
-
-
-def _add_gradients(sample: Sample, backward: BackwardPasses, made: Gradients, o: Tensor, batch: SharedBatch) -> Sample:
-    """Return the sample with a batch's errors of gradients, and those of the backward passes they are held to."""
-    errors, heads = backward.errors(made, o, batch), sample.backward_heads
-    joined = errors if heads is None else {name: mine.joined(errors[name]) for name, mine in heads.items()}
-    worst = backward.worst(errors, made, o, batch)
-    largest = worst if sample.worst_gradient is None else max(worst, sample.worst_gradient)
-    return replace(sample, backward_heads=joined, worst_gradient=largest)
 
 
 def _script(sample: Sample) -> str | None:
@@ -319,7 +309,7 @@ def _evidence(sample: Sample, backward: BackwardPasses | None) -> dict[str, Any]
     evidence |= {} if backward is None else {"backward": backward.bits}
     evidence |= {"assumed": assumed} if assumed else {}
     if isinstance(kernel := sample.cell.kernel, UserKernel) and (names := kernel.caller.convention.never_given):
-        evidence["not given"] = ", ".join(names)
+        evidence["not given"] = ", ".join(names) + " (dropout is not judged)" * ("dropout" in " ".join(names))
     heads = heads_to_tell(sample.errors.bias, sample.heads)
     if sample.verdict is BiasVerdict.UNDECIDED and heads < MOST_HEADS:
         evidence["heads_to_tell"] = heads
@@ -338,18 +328,18 @@ def _claims(sample: Sample) -> Iterator[Claimed]:
         yield Claimed(*NO_WORSE, sample.rounded_passed, values_of)
 
 
-def _prediction(sample: Sample) -> Predicted | None:
+def _prediction(sample: Sample) -> Claimed | None:
     """Answer whether the prediction passed; if not, also whether it would be if the plan named the device's sums."""
     if sample.prediction is None:
         return None
     label, backend = sample.declaration.label, sample.cell.backend
     values_of = f"{bias_text(sample.errors)} measured, {bias_text(sample.prediction)} emulated"
-    products = plan_changes(backend.arithmetic, backend.device) if sample.prediction_passed is False else ()
+    products = backend.plan_changes() if sample.prediction_passed is False else ()
     if products:
         plan = ",".join([label, *products])
         if predicted(difference(sample.errors, sample.emulated(parse_declaration(plan)))):
             values_of += f"; {plan}, as this device multiplies, does"
-    return Predicted(label, sample.prediction_passed, values_of)
+    return Claimed(f"what {label} predicts", "", sample.prediction_passed, values_of)
 
 
 def where_bias_is(verdict: str | None, measures: Mapping[str, Value], fmt: Format) -> tuple[bool | None, str | None]:

@@ -18,8 +18,8 @@ from tiebreak.matrix.identification.backward_attribution import BackwardHeldTo, 
 from tiebreak.matrix.identification.explain import explain
 from tiebreak.matrix.identification.identity import identify
 from tiebreak.matrix.resolver import Resolver
-from tiebreak.matrix.result import Result
-from tiebreak.matrix.sample import HeldTo, Sample
+from tiebreak.matrix.result import HeldTo, Result
+from tiebreak.matrix.sample import Sample
 from tiebreak.matrix.workbench import Settled, Workbench
 from tiebreak.reports.records import record as records
 

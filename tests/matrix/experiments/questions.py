@@ -7,7 +7,7 @@ from typing import ClassVar
 from tiebreak.cases.verdicts import LOOKS, batches_of
 from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.kernels.external.options import split_words
-from tiebreak.kernels.kernel import CannotRunError, Kernel
+from tiebreak.kernels.kernel import CannotRunError, Kernel, NotAskedError
 from tiebreak.matrix.experiment import Cell, Experiment, Kind, SelectionContext
 from tiebreak.matrix.questions import comparison, invariance, shapes, usage
 from tiebreak.matrix.questions.comparison import WithinError, WithoutBias
@@ -42,7 +42,12 @@ class _Asked(Experiment):
         results = self.comparing(session)
         for look in range(LOOKS):
             for session.index in batches_of(look):
-                self.question.ask(session, results)
+                try:
+                    self.question.ask(session, results)
+                except NotAskedError:
+                    if not look:
+                        raise
+                    return results.result
             if results.is_empty:
                 raise CannotRunError("; ".join(session.refused))
             if results.settled:

@@ -11,7 +11,7 @@ from torch import Tensor
 from tiebreak.backends.backend import Backend
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.inputs import AttentionInputs
-from tiebreak.kernels.kernel import CannotRunError, Declaration, Kernel
+from tiebreak.kernels.kernel import Blame, CannotRunError, Declaration, Kernel
 from tiebreak.matrix.identification.designed import DESIGNED, Designed
 from tiebreak.matrix.trial import refusal
 from tiebreak.matrix.workbench import Emulated, same_bits
@@ -91,12 +91,14 @@ class ProbedKernel:
         return self.answers.get(name)
 
     def answer(self, name: str, shared: Emulated) -> DesignedOutput | None:
-        """Return the output on some inputs; None where the kernel does not take them. It may raise anything else."""
+        """Return the output on some inputs; None where the kernel does not take them. It may raise anything."""
         why = refusal(self.backend, self.kernel, shared.inputs)
         try:
             if why is None:
                 return DesignedOutput(shared.inputs, self.run(shared.inputs), name, shared)
         except CannotRunError as error:
+            if error.blame is Blame.KERNEL:
+                raise
             why = str(error)
         self.refused[name] = why
         return None

@@ -13,8 +13,9 @@ from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import nameless
 from tiebreak.kernels.reference import reference
 from tiebreak.matrix.identification.candidates import MATCHED_BY_ERROR_SIZE, accepted, on_device
-from tiebreak.matrix.sample import HeldTo, Sample
-from tiebreak.matrix.workbench import EQUAL, Fit, Settled, SharedBatch, equal_bits
+from tiebreak.matrix.result import HeldTo
+from tiebreak.matrix.sample import Sample
+from tiebreak.matrix.workbench import EQUAL, FIRST_HEADS, Fit, Settled, SharedBatch, equal_bits
 from tiebreak.reports.records.record import FOLLOWED
 
 _MOST = 0.5  # of the rows, which a mistake may hide all keys of: what is left has to tell it from others
@@ -74,8 +75,9 @@ def slip_bits(o: Tensor, batch: SharedBatch, backend: Backend) -> dict[str, floa
     the loosest plan, while its errors against attention are not: rounding alone cannot do both. A mistake that makes
     scores large has a wide bound, so there a plan must also have the bits, as for a kernel that follows it.
     """
-    some = batch.first_entries
-    entries, heads = some.inputs.q.shape[:2]
+    (_, heads), key_heads = batch.inputs.q.shape[:2], batch.inputs.k.shape[1]
+    entries = -(-FIRST_HEADS // heads)  # whole ones, which show the key head that each query head reads
+    some = batch.part(slice(entries), slice(key_heads))
     ours = o[:entries, :heads].float()
     if _share_of_bound(ours, some) <= 1.0:
         return {}

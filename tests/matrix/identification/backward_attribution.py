@@ -1,7 +1,7 @@
 """Which known backward pass a kernel's gradients come from, and how their errors compare with those of that pass."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from tiebreak.kernels.inputs import GRADIENT_NAMES, AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Declaration, run_backward
 from tiebreak.kernels.plans import DeltaSource
 from tiebreak.matrix.resolver import BackwardPasses
-from tiebreak.matrix.sample import HeadErrors
+from tiebreak.matrix.sample import HeadErrors, Sample
 from tiebreak.matrix.workbench import SharedBatch, equal_bits
 from tiebreak.reports.records.record import FOLLOWED_BACKWARD
 
@@ -29,7 +29,6 @@ _EXACT = BackwardPass({"delta_from": DeltaSource.PROBABILITIES})
 _SHOWN_BY = {DeltaSource.OUTPUT: BackwardPass({}), DeltaSource.PROBABILITIES: _EXACT}
 _LOOSEST = "the loosest known backward pass"
 Parts = Mapping[str, Tensor]  # dQ, dK and dV
-_OfHeads = Mapping[str, HeadErrors]  # of dQ, dK and dV
 
 
 @dataclass(frozen=True)
@@ -41,14 +40,17 @@ class BackwardHeldTo(BackwardPasses):
     like: BackwardPass  # the one whose gradients, without a rounding, errors are measured from
     alike: Sequence[str]  # the names of all that compute delta as the kernel does
 
-    def errors(self, gradients: Gradients, o: Tensor, batch: SharedBatch) -> _OfHeads:
-        """Return the errors by head of a batch's gradients, and of the passes that they are held to."""
-        emulation = _Emulation(batch, self.forward, o)
+    def added_to(self, sample: Sample, gradients: Gradients, o: Tensor, batch: SharedBatch) -> Sample:
+        """Return the sample with the errors of a batch's gradients, and of the passes that they are held to."""
+        emulation, heads = _Emulation(batch, self.forward, o), sample.backward_heads
         made = {each: emulation.after(each) for each in set(self.passes.values())}
         theirs = {name: made[each][name] for name, each in self.passes.items()}
-        return _errors(emulation.parts(gradients), theirs, emulation.exact(self.like), batch.inputs.groups)
+        errors = _errors(emulation.parts(gradients), theirs, emulation.exact(self.like), batch.inputs.groups)
+        joined = errors if heads is None else {name: mine.joined(errors[name]) for name, mine in heads.items()}
+        worst = max(self._worst(errors, gradients, o, batch), sample.worst_gradient or 0.0)
+        return replace(sample, backward_heads=joined, worst_gradient=worst)
 
-    def worst(self, errors: _OfHeads, gradients: Gradients, o: Tensor, batch: SharedBatch) -> float:
+    def _worst(self, errors: Mapping[str, HeadErrors], gradients: Gradients, o: Tensor, batch: SharedBatch) -> float:
         """Return the largest ratio, over heads, of the mean squared error to that of the pass that errs most there.
 
         The error of one pass in one head is a single draw, and may be near 0. So a head in which the kernel errs

@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import cache
 
 from tiebreak.backends.backend import Backend
-from tiebreak.backends.probes import plan_changes
 from tiebreak.kernels.algorithms import FLASH_ATTENTION_1, STANDARD_ATTENTION
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.flash import ONE_TILE
@@ -66,7 +65,7 @@ _EIGHT_BITS = (
 @cache
 def on_device(backend: Backend) -> Mapping[str, Declaration]:
     """Return the candidates on a backend, with plans that name its products' rounding where it has one."""
-    return candidates(() if backend.predicts else plan_changes(backend.arithmetic, backend.device))
+    return candidates(backend.plan_changes())
 
 
 @cache

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tiebreak.cases.errors import signed_error_ulps
 from tiebreak.cases.scripted import SCRIPTED
-from tiebreak.kernels.formats import Format, Formats
+from tiebreak.kernels.formats import FP8_E4M3, Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Declaration, first_line, is_random
 from tiebreak.kernels.reference import reference
@@ -28,6 +28,7 @@ from tiebreak.matrix.identification.asking import DesignedOutput, ProbedKernel
 from tiebreak.matrix.identification.backward_attribution import backward_pass_of
 from tiebreak.matrix.identification.candidates import MATCHED_BY_ERROR_SIZE, accepted, on_device
 from tiebreak.matrix.identification.designed import BINDING, DESIGNED, OF_SUMS
+from tiebreak.matrix.trial import raised
 from tiebreak.matrix.workbench import Settled, SharedBatch, Workbench, equal_bits
 from tiebreak.reports.records.record import FOLLOWED
 from tiebreak.reports.tables.run import counted
@@ -104,7 +105,8 @@ def file_of(folder: Path, name: str, kind: str) -> Path:
 
 
 def _settle(probed: ProbedKernel, seed: int) -> Settled:
-    """Find a kernel's plan; if it raises on the way the plan is unknown, and its cells report the error."""
+    """Find a kernel's plan; if it raises on the way the plan is unknown, and its cells fail for the error."""
+    error_text = ""
     try:
         answers = designed_answers(probed)
         followed, basis = explaining(probed, answers), f"{probed.backend.evidence} on {counted(len(answers), 'input')}"
@@ -112,14 +114,34 @@ def _settle(probed: ProbedKernel, seed: int) -> Settled:
         if probed.backend.poisoned():
             raise
         followed, basis = None, f"nothing: {first_line(error)}"
+        if not isinstance(error, UnidentifiedError):
+            error_text = f"asked for its plan, it raised {raised(error, probed.kernel)}"
+    wrong = _wrong(probed, followed) or error_text
     if followed is not None:
-        return Settled(basis, followed, backward=_backward(probed, followed, seed))
+        return Settled(basis, followed, backward=_backward(probed, followed, seed), wrong=wrong)
     try:
-        return Settled(basis, candidates=on_normal_numbers(probed, seed))
+        return Settled(basis, candidates=on_normal_numbers(probed, seed), wrong=wrong)
     except Exception:  # its cells say what it was
         if probed.backend.poisoned():
             raise
-        return Settled(basis)
+        return Settled(basis, wrong=wrong)
+
+
+def _wrong(probed: ProbedKernel, followed: str | None) -> str:
+    """Return what is wrong with an O on a designed input, which no cell judges; empty: nothing.
+
+    It is NaN or Inf, or 0 throughout though weights are not too small for a P in 8 bits, and the plan that the kernel
+    follows has other bits.
+    """
+    plan = None if followed is None else on_device(probed.backend)[followed]
+    for answer in probed.answers.values():
+        if plan is None or answer.missed(plan) > DESIGNED_MISSED:
+            least = FP8_E4M3.smallest_subnormal * answer.inputs.v.abs().max()
+            zeros = not answer.o.any() and bool(reference(answer.inputs).o.abs().max() > least)
+            if zeros or not answer.o.isfinite().all():
+                what = "0 throughout" if zeros else "NaN or Inf"
+                return f"asked for its plan by the input {answer.name}, its O is {what}"
+    return ""
 
 
 def designed_answers(probed: ProbedKernel, tell: Callable[[str], None] = lambda line: None) -> Sequence[DesignedOutput]:

@@ -8,12 +8,32 @@ from itertools import permutations
 from typing import Any
 
 from tiebreak.kernels.algorithms import FLASH_ATTENTION, SPLIT_ATTENTION, STANDARD_ATTENTION, TILED, Algorithm
-from tiebreak.kernels.declarations import FORWARD, INPUT, changed, parse_declaration, shortest, values_apart, values_of
+from tiebreak.kernels.declarations import (
+    FORWARD,
+    INPUT,
+    changed,
+    parse_declaration,
+    renamed,
+    values_apart,
+    values_of,
+)
 from tiebreak.kernels.flash import BLOCK, ONE_TILE, Block, TileOrder
 from tiebreak.kernels.formats import FP16, FP32, TF32, Format, Rounding
 from tiebreak.kernels.kernel import Declaration, nameless
 from tiebreak.kernels.operands import folds_scale
-from tiebreak.kernels.plans import FUSED, OUTPUT, PLANS, Cast, Exponential, Follows, RoundingPlan, Steps, SumOf
+from tiebreak.kernels.plans import (
+    FUSED,
+    ISOLATION,
+    OUTPUT,
+    PLANS,
+    STANDARD,
+    Cast,
+    Exponential,
+    Follows,
+    RoundingPlan,
+    Steps,
+    SumOf,
+)
 from tiebreak.kernels.shift_rules import SHIFT_RULES, with_number
 
 # Changes that are no field of a plan.
@@ -74,14 +94,14 @@ def forward_alone(declaration: Declaration, inputs: Format) -> Declaration:
     block, split = _effective_block(declaration), algorithm is SPLIT_ATTENTION
     for field in ("o_bar", "row_sum"):
         once = split and (field == "o_bar" or not block.splits)
-        if block.is_one_tile or not algorithm.tiled or once:
+        if _is_one_tile(block) or not algorithm.tiled or once:
             plan = replace(plan, **{field: replace(getattr(plan, field), steps=Steps.EVERY)})
     for field in _POSITIVE:
         if (cast := getattr(plan, field)).rounding is Rounding.DOWN:
             plan = replace(plan, **{field: replace(cast, rounding=Rounding.RTZ)})
     plan = _cast_once(declaration, plan, inputs)
     rule = declaration.shift_rule if algorithm is FLASH_ATTENTION else _SAFE
-    if rule.lag and block.is_one_tile:
+    if rule.lag and _is_one_tile(block):
         rule = _SAFE  # it lags behind an earlier tile, and there is none
     return nameless(Declaration(algorithm, plan, rule, block, tile_named=algorithm.tiled))
 
@@ -97,9 +117,14 @@ def _effective_block(declaration: Declaration) -> Block:
     return Block(block.keys, block.keys, block.splits if split else 0, order if kept else TileOrder.FORWARDS)
 
 
+def _is_one_tile(block: Block) -> bool:
+    """Return whether a row is one tile."""
+    return block.keys == ONE_TILE.keys and not block.splits and block.order is not TileOrder.PREFIX
+
+
 def _cast_once(declaration: Declaration, plan: RoundingPlan, inputs: Format) -> RoundingPlan:
     """Return a plan that casts O once where no step separates O-bar's cast from O's, and O-bar is normalised."""
-    one_tile = _effective_block(declaration).is_one_tile
+    one_tile = _is_one_tile(_effective_block(declaration))
     weighed = not one_tile or plan.exponential.correction  # a fast exponential's weight of one split is not 1
     normalised = "row_sum_of" in declaration.algorithm.unused
     if not normalised and (declaration.algorithm is not SPLIT_ATTENTION or weighed):
@@ -130,7 +155,40 @@ def text(declaration: Declaration) -> str:
 def named(declaration: Declaration) -> Declaration:
     """Return a declaration with its shortest name, and the shift rule that it had before it was made nameless."""
     candidates = (replace(declaration, shift_rule=rule) for rule in RULES)
-    return shortest(next(each for each in candidates if nameless(each).shift_rule == nameless(declaration).shift_rule))
+    return _shortest(next(each for each in candidates if nameless(each).shift_rule == nameless(declaration).shift_rule))
+
+
+def _shortest(declaration: Declaration) -> Declaration:
+    """Return the declaration with the same forward pass and the shortest text; its backward pass is the named plan's.
+
+    ValueError: no text names it.
+    """
+    rule, algorithm = declaration.shift_rule.name.partition(",")[0], declaration.algorithm
+    name = algorithm.name if rule == "safe" or algorithm is not FLASH_ATTENTION else rule
+    named = [replace(declaration, plan=renamed(plan, head)) for head in _heads(name if algorithm.tiled else None)
+             if (plan := _as_changes_of(head, declaration.plan)) is not None]  # fmt: skip
+    if not named:
+        raise ValueError("no text names this plan")
+    single_changes = {plan.name for plan in ISOLATION}  # of the paper's plan: named for one point, and whole plans else
+    return min(named, key=lambda each: (each.plan.name.count(","), each.plan.name.split(",")[0] in single_changes))
+
+
+@cache
+def _heads(name: str | None) -> tuple[RoundingPlan, ...]:
+    """Return the plans that a rule, or an algorithm, supports; without a name, standard attention's."""
+    plans = []
+    for text in (STANDARD.name,) if name is None else (f"{name}@{plan}" for plan in PLANS):
+        with suppress(ValueError):
+            plans.append(parse_declaration(text).plan)
+    return tuple(plans)
+
+
+def _as_changes_of(named: RoundingPlan, plan: RoundingPlan) -> RoundingPlan | None:
+    """Return a plan's forward pass with the backward pass of a named one; None where changes can't express it."""
+    theirs, ours = named.exponential, plan.exponential
+    if (theirs.correction, theirs.lanes) != (ours.correction, ours.lanes):
+        return None
+    return replace(named, **{field: getattr(plan, field) for field in FORWARD.values()})
 
 
 def plainness(declaration: Declaration) -> tuple[int, bool, bool, int]:

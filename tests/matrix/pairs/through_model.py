@@ -71,6 +71,8 @@ class OwnModel:
 
         def put(place: Place, call: Callable[[], AttentionCall], out: Tensor, to_heads: Callable[..., Tensor]) -> None:
             given, o = call(), to_heads(out)  # a view: what is written into it is what the model goes on with
+            if given.spans:
+                raise NotHeldError("padding")
             q, k, v = (x.cpu().to(TORCH_DTYPES[fmt]).float() for x in (given.q * given.factor, given.k, given.v))
             noise = draw << 16 | len(outputs)
             inputs = AttentionInputs(

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tiebreak.cases.errors import by_key_head, in_units
 from tiebreak.cases.gradients import row_units
-from tiebreak.cases.verdicts import WORSE, BiasVerdict, Interval, interval, judge
+from tiebreak.cases.verdicts import ROUNDED_ONCE, WORSE, BiasVerdict, Interval, interval, judge
 from tiebreak.kernels.formats import Format, ulp
 from tiebreak.kernels.inputs import AttentionInputs, sum_groups
 from tiebreak.kernels.reference import reference, reference_gradients
@@ -41,7 +41,6 @@ Answers = Mapping[str, Tensor]
 USAGE, INVARIANCE = "usage", "invariance"  # kinds of experiment, and the names of their checks
 BATCH, HEADS = 2, 4  # of a call whose answer must be one with another
 _ALL: Mapping[str, float] = {}
-_ROUNDED_ONCE = 1.0 / 12  # mean squared error in ulps^2 of what is rounded once: no sound side is held to less
 _DIFFERING, _DIFFERENCE = "differing_bits", "mean_difference"
 _ASKED, _DECLARED = "no bias that comes of the change", "bitwise equal, as the kernel declares"
 WITHIN_ERROR = {
@@ -234,6 +233,7 @@ class WithinError:
             shown=Shown.of(name, measures[name], self.unit, spec=".2g"),
             answers={USAGE: answer} if self.requirements else {},
             heads=BATCH * HEADS,
+            evidence={"wrong where": self.where} if self.where else {},
         )
 
 
@@ -260,7 +260,7 @@ class PairedErrors:
         difference, before, after = (Estimate.of(each.mean, each.half_width) for each in intervals)
         verdict = judge(intervals[0])
         squares = torch.cat(self.errors, -1)[:, 1].nanmean(-1).tolist()
-        growth = max(squares) / max(min(squares), _ROUNDED_ONCE)
+        growth = max(squares) / max(min(squares), ROUNDED_ONCE)
         grown = share > 0.0 and not self.lost and growth > WORSE and verdict is not BiasVerdict.BIASED
         return ChangeRecord(
             share,

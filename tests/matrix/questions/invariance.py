@@ -175,10 +175,16 @@ def _long_enough(session: Session, results: WithoutBias, in_splits: Callable[[in
 def _splitting(kernel: Kernel) -> Callable[[int, int], Kernel]:
     """Return a function that makes the kernel split keys into a number of parts; None if nothing says how."""
     if isinstance(kernel, UserKernel):
-        keyword = kernel.caller.convention.splits
-        if keyword is None:
+        called = kernel.caller.convention
+        if (keyword := called.splits) is None:
             raise CannotRunError("no parameter num_splits or num_kv_splits")
-        return lambda number, keys: kernel.with_keywords(**{keyword: number})
+
+        def splitting(number: int, keys: int) -> UserKernel:
+            options = replace(called.options, options={**called.options.options, keyword: number})
+            caller = replace(kernel.caller, convention=replace(called, options=options))
+            return replace(kernel, caller=caller, compute=caller.compute)
+
+        return splitting
     declared = kernel.declaration
     if not kernel.composed or declared is None or declared.algorithm is not SPLIT_ATTENTION:
         raise CannotRunError("does not split a row's keys")

@@ -19,7 +19,7 @@ from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.kernels.external.options import NO_BACKWARD, KernelOptions, convention
 from tiebreak.kernels.formats import FP32, Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
-from tiebreak.kernels.kernel import CannotRunError, Kernel, in_one_line, run_backward, run_forward
+from tiebreak.kernels.kernel import CannotRunError, Kernel, NotAskedError, in_one_line, run_backward, run_forward
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.questions.comparison import BATCH, HEADS, PARTS, Answers, O, exact, worst_head
 from tiebreak.matrix.trial import failed_trial
@@ -286,7 +286,7 @@ class Session:
         try:
             return self.place(inputs, places, gradients=gradients).answers()
         except Exception as error:  # it says that it takes no such view, and computes nothing wrong
-            if self.cell.backend.poisoned():
+            if self.cell.backend.poisoned() or isinstance(error, NotAskedError):
                 raise
             self.refused[f"takes no such view, contiguous=true says so: {in_one_line(error)}"] = None
             return {}

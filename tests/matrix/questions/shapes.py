@@ -20,6 +20,7 @@ _MANY = 2**12  # entries of a batch
 _DRAWS = 2**16  # more than a question has calls
 _REPORTED = {
     "head_dimensions": "head dimensions of kernels in service, one of V that is another among them",
+    "latent_views": "one key head, whose first columns are V, in the same memory",
     "late_windows": "windows that leave out the first tiles of keys",
     "long_tables": "masks, biases and lengths of up to 4,133 keys",
     "broadcast_shapes": "biases and block masks of size 1 in some dimensions",
@@ -39,11 +40,15 @@ def _hold(session: Session, results: WithinError, call: ShapedCall, index: int) 
     try:
         if not session.takes(inputs):
             return None
-        answer = session.place(inputs, gradients=call.gradients).answers()
+        if call.v_in_k and session.options.contiguous:
+            raise CannotRunError("declares contiguous=true: it is given no views")
+        answer = _answers(session, call, inputs)
     except CannotRunError as error:  # it refuses this call, and no other
         if error.blame is Blame.KERNEL:
             raise
         session.refused[str(error)] = None
+        return None
+    if not answer:
         return None
     if call.batch > _MANY:  # which a reference takes seconds for: the last entries, against a call of them alone
         last = inputs.part(slice(-BATCH, None))
@@ -53,10 +58,17 @@ def _hold(session: Session, results: WithinError, call: ShapedCall, index: int) 
     if found.requirements[words] and not found.requirements[words].startswith(f"{words}: {O} "):
         # One that nearly cancels may err by chance, and its emulation by chance not: another draw tells.
         inputs = call.inputs(session.small_draw(_DRAWS + index), session.shape.d)
-        found = _against_emulation(session, words, inputs, session.place(inputs).answers())
+        found = _against_emulation(session, words, inputs, _answers(session, call, inputs))
     results.requirements |= found.requirements
     results.differences += found.differences
     return bool(results.requirements[words])
+
+
+def _answers(session: Session, call: ShapedCall, inputs: AttentionInputs) -> Answers:
+    """Return the answer of a call; none where the kernel raises that it takes no V within K."""
+    if call.v_in_k:
+        return session.answers_with_placement(inputs, Places(v_in_k=True), gradients=call.gradients)
+    return session.place(inputs, gradients=call.gradients).answers()
 
 
 def _against_emulation(session: Session, words: str, inputs: AttentionInputs, answer: Answers) -> WithinError:
@@ -96,7 +108,8 @@ def shapes(session: Session, results: WithinError) -> None:
     if CAUSAL in session.kernel.takes:
         values["causal"] = [False, True]
     known: list[tuple[Mapping[str, Any], bool]] = []
-    for index, chosen in enumerate(covering(values)):
+    never = {(("batch", batch), ("parameter", "lengths")) for batch in values["batch"] if batch > 1}
+    for index, chosen in enumerate(covering(values, never)):
         call = _shaped(chosen)
         is_wrong = _hold(session, results, call, index)
         if is_wrong is not None:
@@ -119,7 +132,8 @@ def offsets(session: Session, results: WithinError) -> None:
         raise CannotRunError("memory that is mapped when it is used is had on a CPU alone")
     inputs = session.inputs()
     for name in ("q", "k", "v", *(["do"] if session.has_gradients else [])):
-        answer = session.answers_with_placement(inputs, Places(**{name: far_apart}))
+        there: dict[str, Any] = {name: far_apart}
+        answer = session.answers_with_placement(inputs, Places(**there))
         results.compare(f"{name} with an entry beyond 2^31 elements", session.plain, answer, inputs)
 
 

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from tiebreak.cases.feature_cases import VARIED
 from tiebreak.kernels.external.call import Call, Places
 from tiebreak.kernels.external.options import AUTOGRAD, split_words
-from tiebreak.kernels.features import CAUSAL, GROUPED, HIDDEN_NAN, OWN_ENDS, OWN_SCALE, VALUE_DIM, WINDOW
+from tiebreak.kernels.features import CAPPED_BIAS, CAUSAL, GROUPED, HIDDEN_NAN, OWN_ENDS, OWN_SCALE, VALUE_DIM, WINDOW
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Blame, CannotRunError
 from tiebreak.matrix.questions.comparison import BATCH, DQ, Answers, Cut, O, WithinError
@@ -34,7 +34,7 @@ _FEW_ROWS = 3
 _WIDE = 256  # a head dimension that may have a path of its own
 _SEQUENCE = 128  # rows of a call with parameters, or after a larger one
 _PLAIN = 2  # the index of numbers that have no parameter, behind those of the two that do
-UNSAID = frozenset({GROUPED, VALUE_DIM, HIDDEN_NAN, OWN_ENDS})  # what no parameter alone says
+UNSAID = frozenset({GROUPED, VALUE_DIM, HIDDEN_NAN, OWN_ENDS, CAPPED_BIAS})  # what no parameter alone says
 
 
 def strided_views(session: Session, results: WithinError) -> None:

@@ -33,7 +33,7 @@ from tiebreak.matrix.experiments.training import MEASURED, TrainingRun, training
 from tiebreak.matrix.measures import MORE_OF_O, OF_GRADIENTS, OF_O
 from tiebreak.matrix.options import narrowing, refuse_wrong, stated
 from tiebreak.matrix.record_collector import described
-from tiebreak.matrix.result import Claimed, Predicted, Result
+from tiebreak.matrix.result import Claimed, Result
 from tiebreak.matrix.run import blank_record, run_cell
 from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.programs.statement.profiles import ABSENT
@@ -271,7 +271,8 @@ def _call_result(judged: Judged, case: Case) -> Result:
     prediction = None
     if judged.is_predicted and declared is not None:  # how many elements of it are lost is not recorded
         apart = _interval(record.measures.get("prediction_difference"))
-        prediction = Predicted(declared.label, record.passed(PREDICTION) if nonfinite else predicted(apart), "")
+        passed = record.passed(PREDICTION) if nonfinite else predicted(apart)
+        prediction = Claimed(f"what {declared.label} predicts", "", passed, "")
     return Result(
         measures=measures,
         shown=shown(nonfinite, _number(record, "gain"), bias.mean, verdict),
@@ -281,7 +282,6 @@ def _call_result(judged: Judged, case: Case) -> Result:
         claims=tuple(_claims(judged, case)),
         prediction=prediction,
         backward_error=backward.why if backward is not None and raised else None,
-        failure=case.failure,
         external=cell.kernel.external,
         bound_of=(declared or UNDECLARED).plan.name,
         heads=record.heads,

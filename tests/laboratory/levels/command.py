@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tiebreak.backends.levels import EMULATED, VARIABLES, Level, supported
 from tiebreak.backends.platform import cpu_features
-from tiebreak.programs.levels import sysroot
+from tiebreak.laboratory.levels import sysroot
 from tiebreak.programs.processes import CELLS, finished
 from tiebreak.reports.cli import Parser
 from tiebreak.reports.names import pick

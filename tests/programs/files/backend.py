@@ -1,0 +1,299 @@
+"""The backend `files`: a kernel whose answers lie in a folder of `tiebreak export`."""
+
+import inspect
+import json
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, lru_cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from tiebreak.backends.backend import Backend
+from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
+from tiebreak.kernels.declarations import parse_declaration
+from tiebreak.kernels.external.options import kernel
+from tiebreak.kernels.features import FEATURES, GROUPED
+from tiebreak.kernels.kernel import CannotRunError, NotAskedError
+from tiebreak.programs.files import runner
+from tiebreak.reports.calls import MANIFEST, Calls, Stored, StoredCall, digest_of
+from tiebreak.reports.errors import UsageError
+from tiebreak.reports.records import store
+from tiebreak.reports.records.store import UnreadableRecordsError, one_line
+from tiebreak.reports.statement import digest
+
+TARGET = f"{__name__}:attention"
+DEVICE = "device.json"
+NOT_ASKED = "whether calls change their inputs or the process, leak, or depend on calls before them; and time"
+_NAMES = {dtype: name for name, (_, dtype) in runner.FORMATS.items()}
+_LIKE = {"o": "q", "dq": "q", "dk": "k", "dv": "v", "dsink": "sink"}  # the input whose shape and format an output has
+_ARGUMENTS = ("q", "k", "v", "do")
+
+Tensors = Mapping[str, Tensor]
+Values = Mapping[str, Any]
+
+
+def stored(tensors: Tensors) -> dict[str, Stored]:
+    """Return tensors as a manifest has them."""
+    return {
+        name: Stored(
+            _NAMES[x.dtype],
+            tuple(x.shape),
+            digest(runner.to_bytes(x)),
+            tuple(x.stride()) if name in _ARGUMENTS and not x.is_contiguous() else None,
+        )
+        for name, x in tensors.items()
+    }
+
+
+def as_called(arguments: Tensors, keywords: Values) -> tuple[Tensors, Values]:
+    """Return the tensors and the other values of a call, by name, without those that say nothing."""
+    given = {name: x for name, x in keywords.items() if name in ("causal", "scale") or x is not None}
+    tensors = {**arguments, **{name: x for name, x in given.items() if isinstance(x, Tensor)}}
+    return tensors, {name: list(x) if isinstance(x, tuple) else x for name, x in given.items() if name not in tensors}
+
+
+@dataclass
+class CallFolder:
+    """A folder of calls, and the outputs that somebody wrote into it."""
+
+    path: Path
+    manifest: Calls
+    times: Counter[str] = field(default_factory=Counter)  # how often each call was asked for in this process
+
+    @cached_property
+    def _by_digest(self) -> Mapping[str, StoredCall]:
+        """The calls, by the digests of themselves, and of themselves without dO."""
+        forward = {digest_of(call.forward, call.values): call for call in reversed(self.manifest.calls)}
+        return {**forward, **{call.digest: call for call in self.manifest.calls}}
+
+    @cached_property
+    def stated(self) -> dict[str, Any]:
+        """What device.json says of the device; UsageError: it is no JSON object, or its products are none of a plan."""
+        path = self.path / DEVICE
+        try:
+            said = json.loads(path.read_bytes()) if path.exists() else {}
+            if not isinstance(said, dict) or not isinstance(said.get("products", []), list):
+                raise ValueError('expected an object, such as {"device": "...", "products": ["accumulator=amx"]}')
+            parse_declaration(",".join(["flash@paper", *map(str, said.get("products", []))]))
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{path}: {one_line(str(error))}") from error
+        return said
+
+    def faults(self) -> Iterator[str]:
+        """Yield what is missing or wrong in the folder, a line each; without any, all can be judged."""
+        for call in self.manifest.calls:
+            try:
+                faults = [*self._input_faults(call), *self._output_faults(call)]
+            except (OSError, ValueError) as error:
+                faults = [one_line(str(error))]
+            yield from (f"{self.path}: {call.id} ({call.case}): {fault}" for fault in faults)
+
+    def _input_faults(self, call: StoredCall) -> Iterator[str]:
+        def contents(tensors: Mapping[str, Stored]) -> object:
+            return {name: (x.format, x.shape, x.sha256) for name, x in tensors.items()}
+
+        plain = {name: {"format": x.format, "shape": x.shape} for name, x in call.tensors.items()}
+        if any(self.path.glob(f"{call.id}.in.safetensors")) or any(self.path.glob(f"{call.id}.q.bin")):
+            tensors = runner.inputs(self.path, {"id": call.id, "tensors": plain})
+            if contents(stored(tensors)) != contents(call.tensors):
+                yield "its inputs are not those that were exported: export again"
+
+    def _output_faults(self, call: StoredCall) -> Iterator[str]:
+        outputs, metadata = self.outputs(call)
+        if (of := metadata.get("call")) != call.digest:
+            other = self._by_digest.get(str(of))
+            yield f"its output says that it is of {f'call {other.id}' if other else 'another call'}"
+        elif not {"refused", "raised"} & metadata.keys():
+            wanted = call.outputs if self.has_gradients else call.outputs[:1]
+            every = (f"{name}.{run}" if run else name for run in range(call.runs) for name in wanted)
+            yield from (f"its output has no {name}: write it" for name in every if name not in outputs)
+            for name, x in outputs.items():
+                expected, shape = self._expected(call, name)
+                if list(x.shape) != shape and shape:
+                    yield f"{name} has the shape {list(x.shape)}, expected {shape}"
+                if _NAMES[x.dtype] not in (expected, "fp32" if name[:5] == "dsink" else ""):
+                    yield f"{name} is in {_NAMES[x.dtype]}, expected {expected}"
+
+    def _expected(self, call: StoredCall, name: str) -> tuple[str, list[int]]:
+        """Return format and shape that an output is to have; of a log-sum-exp no shape: its question asks for that."""
+        kind, layout = name.partition(".")[0], self.manifest.layout
+        if kind == "lse":
+            return "fp32", []
+        if (like := call.tensors.get(_LIKE.get(kind, ""))) is None:
+            raise ValueError(f"its output has {name}, which was not asked for")
+        shape = list(like.shape)
+        if kind == "o":
+            paged = "block_table" in call.tensors
+            shape[layout.index("d")] = call.tensors["v"].shape[-1 if paged else layout.index("d")]
+        return like.format, shape
+
+    @cached_property
+    def has_gradients(self) -> bool:
+        """True if any call is answered with gradients: then all that ask for some have to be."""
+        return any("dq" in self._names(call) for call in self.manifest.calls if "do" in call.tensors)
+
+    def _names(self, call: StoredCall) -> Collection[str]:
+        try:
+            return self.outputs(call)[0]
+        except (OSError, ValueError):
+            return ()
+
+    def outputs(self, call: StoredCall) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """Return what was written for a call, and what is said of it; ValueError: none, or nothing to be read."""
+        path, described = (self.path / f"{call.id}.out.{end}" for end in ("safetensors", "json"))
+        if path.exists():
+            return _read(path, path.stat().st_mtime_ns)
+        if not described.exists():
+            raise ValueError("it has no output: run it, or say why not (docs/files.md)")
+        said = json.loads(described.read_bytes())
+        if not isinstance(said, dict):
+            raise ValueError(f'{described.name}: expected an object, such as {{"call": "{call.digest}"}}')
+        tensors = {}
+        for file in self.path.glob(f"{call.id}.*.bin"):
+            if (name := file.name[len(call.id) + 1 : -len(".bin")]) not in call.tensors:
+                expected, shape = self._expected(call, name)
+                rows = [call.tensors["q"].shape[self.manifest.layout.index(letter)] for letter in "bhn"]
+                tensors[name] = runner.from_bytes(file.read_bytes(), runner.FORMATS[expected][1], shape or rows)
+        return tensors, said
+
+    def unjudged(self) -> Iterator[str]:
+        """Yield the calls whose answer is an error, NaN or Inf: none passes, though no cell may judge it."""
+        for call in self.manifest.calls:
+            outputs, metadata = self.outputs(call)
+            if "raised" in metadata:
+                yield f"call {call.id} raised {one_line(str(metadata['raised']))}"
+            wrong = [name for name, x in outputs.items() if call.finite and not name.startswith("lse")
+                     and not x.isfinite().all()]  # fmt: skip
+            yield from (f"call {call.id} has {name} with NaN or Inf, of finite inputs" for name in wrong)
+
+    def answer(self, names: tuple[str, ...], tensors: Tensors, values: Values) -> tuple[Tensor, ...]:
+        """Return the outputs of these names that a call has; at each time those of its next run."""
+        call = self._by_digest.get(digest_of(stored(tensors), values))
+        if call is None:
+            raise NotAskedError(f"not among the calls of {self.path}: export with the options that this run has")
+        outputs, metadata = self.outputs(call)
+        if "refused" in metadata:
+            raise CannotRunError(f"refused: {metadata['refused']}")
+        if "raised" in metadata:
+            raise RuntimeError(metadata["raised"])
+        run = self.times[call.digest + names[0]] % call.runs
+        self.times[call.digest + names[0]] += 1
+        found = [outputs.get(f"{name}.{run}" if run else name) for name in names]
+        return tuple(x.clone() for x in found if x is not None)
+
+
+@cache
+def opened(path: str) -> CallFolder:
+    """Read a folder's manifest, once in this process; UsageError: there is none, or it can't be used."""
+    try:
+        return CallFolder(Path(path), store.load(Path(path) / MANIFEST, Calls))
+    except UnreadableRecordsError as error:
+        raise UsageError(str(error)) from error
+
+
+@lru_cache(maxsize=4)
+def _read(path: Path, changed: int) -> tuple[dict[str, Tensor], dict[str, str]]:
+    del changed
+    return runner.read(path)
+
+
+class _Current:
+    folder: ClassVar[CallFolder | None] = None  # whose calls are being made
+
+    @classmethod
+    def answer(cls, names: tuple[str, ...], arguments: Tensors, keywords: Values) -> tuple[Tensor, ...]:
+        if cls.folder is None:
+            raise CannotRunError("it is the kernel of `tiebreak judge` alone")
+        return cls.folder.answer(names, *as_called(arguments, keywords))
+
+
+def _backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, **keywords: Any) -> tuple[Tensor, ...]:
+    """Return the gradients that a folder has."""
+    del o
+    return _Current.answer(("dq", "dk", "dv", "dsink"), {"q": q, "k": k, "v": v, "do": do}, keywords)
+
+
+@kernel(backward=_backward, name="files")
+def attention(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> tuple[Tensor, ...]:
+    """Return the O that a folder has for these arguments, with its log-sum-exp if there is one."""
+    return _Current.answer(("o", "lse"), {"q": q, "k": k, "v": v}, keywords)
+
+
+#: The keywords of all features, each by one name.
+_KEYWORDS = ("causal", *(word for each in FEATURES if each is not GROUPED for word in each.keywords[: each.parts]))
+attention.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [
+        *(inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in "qkv"),
+        *(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in _KEYWORDS),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class _Files(Backend):
+    """A backend that runs nothing: somebody has run it elsewhere."""
+
+    folder: str = ""
+
+    @property
+    def evidence(self) -> str:
+        return self.bits
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        return ("--as", self.folder) if self.folder else ()
+
+    @property
+    def _device(self) -> str:
+        name = opened(self.folder).stated.get("device")
+        stated = f"from {one_line(str(name))}, as {DEVICE} states (not measured)"
+        return stated if name else "from a device that nobody states"
+
+    def notice(self) -> str:
+        return f"outputs in {self.folder}, {self._device}; not asked: {NOT_ASKED}"
+
+    def assuming(self, card: str) -> Backend:
+        def unreadable() -> str | None:
+            try:
+                opened(card)
+            except UsageError as error:
+                return str(error)
+            return None
+
+        return replace(self, folder=card, unavailable=unreadable)
+
+    def describe(self) -> dict[str, Any]:
+        return {"assumed": {self.name: self._device}, "stated": opened(self.folder).stated}
+
+    def plan_changes(self) -> tuple[str, ...]:
+        products: list[str] = opened(self.folder).stated.get("products", [])
+        return tuple(products)
+
+    def fingerprint(self) -> Mapping[str, str | float]:
+        return {}  # nothing of the device can be measured here
+
+    @contextmanager
+    def in_use(self) -> Iterator[Collection[str]]:
+        before, _Current.folder = _Current.folder, opened(self.folder)
+        try:
+            yield ()
+        finally:
+            _Current.folder = before
+
+
+FILES = _Files(
+    "files",
+    "outputs that another program wrote into a folder of `tiebreak export`",
+    "cpu",
+    EmulatedArithmetic(),
+    lambda: "no folder of calls: tiebreak judge FOLDER, or --as FOLDER",
+    tuple,
+    composed=False,
+    on_request=True,
+    bits="bits that files have",
+    resident=False,
+)
