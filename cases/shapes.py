@@ -21,6 +21,7 @@ from tiebreak.kernels.inputs import AttentionInputs
 _DO = 4.0  # of this size P dP leaves fp16 where dO is a thousand times as large
 _BLOCK, _SPARE = 64, 3  # rows and keys of a block of a mask; pages of a pool that hold no key
 _AXES = "bhqk"  # of a bias or a block mask
+_DRAWN = 4099  # entries of a batch, at most, that are drawn: a prime, so that entries 2^n apart are not the same ones
 _Pair = tuple[tuple[str, Any], tuple[str, Any]]  # values of two dimensions, in their order
 
 
@@ -61,8 +62,10 @@ class ShapedCall:
         """Draw the inputs of the call; `d` is the head dimension of a call that names none."""
         d, d_v, key_heads = self.d or d, self.d_v or self.d or d, self.key_heads or self.heads
         sizes = (self.heads, self.queries, d), (key_heads, self.keys, d), (key_heads, self.keys, d_v)
+        drawn = min(self.batch, _DRAWN)
         q, k, v, do = (
-            draw.rounded(draw.normal(self.batch, *size)) for size in (*sizes, (self.heads, self.queries, d_v))
+            draw.rounded(draw.normal(drawn, *size)).repeat(-(-self.batch // drawn), 1, 1, 1)[: self.batch]
+            for size in (*sizes, (self.heads, self.queries, d_v))
         )
         v = k[..., :d_v] if self.v_in_k else v
         if self.lse:

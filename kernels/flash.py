@@ -484,7 +484,7 @@ class _Tape(_Tiled):
         if self.operands.sink is not None:
             left = left - self._p_of_sink(self.operands.sink, rows) * delta
         every = self.operands.with_sink(s, self.softmax.logit)
-        largest = (every == every.amax(-1, keepdim=True)).to(ds)
+        largest = every.clone().eq_(every.amax(-1, keepdim=True))  # numbers: a comparison to bool takes longer
         return ds - (largest / largest.sum(-1, keepdim=True))[..., : s.shape[-1]] * left
 
     def _p_of_sink(self, sink: Tensor, rows: slice) -> Tensor:

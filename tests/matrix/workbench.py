@@ -3,6 +3,7 @@
 What plans would each compute is computed once, the same to the bit.
 """
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
@@ -91,12 +92,12 @@ class SharedEmulation(EmulatedArithmetic):
 
         Known operands are kept alive: in the place of a freed tensor there may be another one.
         """
-        if not self._knows(operands):
-            return make()
         key = how, *map(_place, operands)
         if key in self._results:
             result, version = self._results[key]
             return result if result._version == version else make()
+        if not self._knows(operands):
+            return make()
         result = make()
         if result.numel() <= _LARGEST:
             self._make_room(result.numel())
@@ -144,8 +145,11 @@ def same_bits(ours: Tensor, theirs: Tensor) -> Tensor:
 
 
 def equal_bits(ours: Tensor, theirs: Tensor) -> float:
-    """Return the share of elements that agree to the bit."""
-    return 1.0 if torch.equal(ours, theirs) else same_bits(ours, theirs).double().mean().item()
+    """Return the share of elements that agree to the bit, NaN counting as equal to NaN."""
+    if not math.isfinite(ours.sum().item()):
+        return same_bits(ours, theirs).double().mean().item()
+    # Nothing of ours is NaN. A comparison in place gives numbers: several times faster than one that gives bool.
+    return ours.clone().eq_(theirs).sum(dtype=torch.float64).item() / ours.numel() if ours.numel() else 1.0
 
 
 @dataclass(frozen=True, eq=False)

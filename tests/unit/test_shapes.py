@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from numpy.random import Generator, Philox
 from torch import Tensor
 
 from tiebreak.backends.backend import EMULATION
+from tiebreak.cases.case import Draw
 from tiebreak.cases.shapes import ShapedCall, covering, dimensions, reported, separating
 from tiebreak.defects.kernel import SOUND
 from tiebreak.defects.planted import DEFECTS, on, twin, users
@@ -211,3 +213,11 @@ def test_a_call_that_is_refused_hides_no_other_and_a_gradient_wrong_everywhere_i
     # At this seed dQ of one row nearly cancels in one head: it errs by 9 %, its emulation by chance far less.
     record = run_cell(Cell(on(), kernel, EXPERIMENTS["shapes"], BF16), Workbench(Settings(seed=92, heads=16)))
     assert record.outcome == outcome, record.reasons
+
+
+def test_entries_of_a_large_batch_are_not_those_a_power_of_two_before() -> None:
+    """They repeat, since a draw of all takes seconds; an index of too few bits comes to an entry so far away."""
+    call = next(call for call in reported() if call.batch == 65_536)
+    q = call.inputs(Draw(Generator(Philox(1)), Formats.of(BF16), call.heads), 8).q[:, 0, 0]
+    assert len(q) == call.batch
+    assert all((q[2**bits :] != q[: -(2**bits)]).any(-1).all() for bits in range(16))
