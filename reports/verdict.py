@@ -295,7 +295,7 @@ class _Kernel:
 
     def _findings(self) -> tuple[Finding, ...]:
         failing, without_result = (records.BIASED, records.NONFINITE), (records.CRASHED, records.TIMED_OUT)
-        findings, (failed, passed) = [Finding("looks like", self._slip())], self._checks()
+        findings, (failed, passed) = [Finding("looks like", self._slip()), self._told("wrong where")], self._checks()
         if self.worst is not None:
             text = f"rerun {self.worst.case} alone: {runnable(self.worst.command)}"
             findings.append(Finding("next", text, (self.worst.case,)))
@@ -317,16 +317,17 @@ class _Kernel:
             Finding("ties", self._away()),
             Finding("checks", passed if self.ok else ""),
             Finding("rounding", self._rounding()),
-            *(
-                Finding(name, "; ".join(sorted({told for cell in self.cells if (told := cell.evidence.get(name))})))
-                for name in ("not given", records.CAPTURED, "assumed")
-            ),
+            *map(self._told, ("not given", records.CAPTURED, "assumed")),
             Finding("backward", self._backward()),
             Finding("rules", self._rules()),
             Finding("skipped", shorten("; ".join(skipped), _BRIEF, placeholder=" ...")),
             Finding("left out", f"{first_few(left_out, _LISTED)}; {_ALL} runs all" if left_out else "", left_out),
         ]
         return tuple(finding for finding in findings if finding.text)
+
+    def _told(self, name: str) -> Finding:
+        """Return the evidence of this name that some cells have."""
+        return Finding(name, "; ".join(sorted({told for cell in self.cells if (told := cell.evidence.get(name))})))
 
     def _fix(self) -> str:
         """Return whether the shift that it follows, by its bits or as it declares, is a fix for ties, and fails."""

@@ -308,6 +308,7 @@ EVIDENCE: Mapping[str, Any] = {
     IDENTITY: Explanation,  # of a kernel that declares nothing: what the search for its plan came to
     "changes": Mapping[str, ChangeRecord],  # of a call compared with itself, by what was changed and put in
     "slips": Mapping[str, float],  # of a wrong kernel: mistakes that explain O, or a gradient, and what share of it
+    "wrong where": str,  # of calls: what those that are wrong have in common, and no other
     "off": Mapping[str, float | None],  # of a wrong kernel: what is off, and by what share of the reference; null: NaN
     "controls": Mapping[str, float],  # what had to change O there, and the share of its elements that it did
     "backward": Mapping[str, Mapping[str, float]],  # of a user's kernel, by backward pass: bits of dq, dk and dv

@@ -13,13 +13,25 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from tiebreak.backends.backend import CPU
+from tiebreak.backends.interpreter import INTERPRETER
+from tiebreak.defects.planted import DEFECTS, twin
+from tiebreak.kernels.external import external_kernel
+from tiebreak.kernels.external.kernels import UserKernel
+from tiebreak.kernels.external.loading import imported
+from tiebreak.kernels.formats import BF16
+from tiebreak.matrix.experiment import Cell
+from tiebreak.matrix.run import run_cell
+from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.programs import check
 from tiebreak.programs.files import backend, export, judge, runner
+from tiebreak.reports import cli
 from tiebreak.reports.calls import MANIFEST, Calls, StoredCall
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import store
 from tiebreak.reports.records.decode import encode
 from tiebreak.reports.schemas import schema_of
+from tiebreak.studies.power import EXPERIMENTS
 
 CASES = "tied_maxima[k=2],random,contract_tile,strided_views,scaled_do"
 KERNEL = """
@@ -373,6 +385,89 @@ cp "$1/$2.q.bin" "$1/$2.o$3.bin"
 
 def as_json(call: StoredCall) -> Any:
     return json.loads(encode(call))
+
+
+def test_a_kernel_of_ours_goes_along_and_has_the_verdict_of_check_interpreted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("--cases", "tied_maxima[k=2]", "--heads", "8")
+    export.main([str(tmp_path / "calls"), *asked, "--runner", str(tmp_path / "run.py"), "--kernel", "triton_flash"])
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import triton_flash, tiebreak; print(tiebreak.__file__)"
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    found = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path).stdout.strip()
+    assert Path(found) == tmp_path / "tiebreak/__init__.py"
+    ours: Any = imported(f"{tmp_path / 'triton_flash.py'}")
+    monkeypatch.setattr(runner, "backward", ours.backward)
+    with INTERPRETER.in_use():
+        answers = answered(tmp_path / "calls", tmp_path / "answers", ours.attention, monkeypatch)
+    capsys.readouterr()
+    target = (f"{tmp_path / 'triton_flash.py'}:attention", "--backend", "interpreter")
+    live = outcome(check.main, capsys, *target, *asked, "--out", str(tmp_path / "live"))
+    assert outcome(judge.main, capsys, str(answers), "--out", str(tmp_path / "files")) == live
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Calls in which planted defects show, with a feature."""
+    path = tmp_path_factory.mktemp("questions") / "calls"
+    words = ["--cases", "random,random_causal,sink_tie,strided_views,log_sum_exp,served[alibi],cached[descale]"]
+    takes = "causal,oblong_causal,gqa,scale,blind_rows,alibi,descale,pages,padding"
+    assert export.main([str(path), *words, "--heads", "16", "--takes", takes]) == 0
+    return path
+
+
+def test_gate_compare_and_page_take_what_was_judged_and_say_who_states_the_device(
+    good: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = shutil.copytree(good, tmp_path / "first")
+    monkeypatch.syspath_prepend(str(folder.parent))
+    worse = answered(folder, tmp_path / "worse", __import__("kernels").cut_off, monkeypatch)
+    for path in (first, worse):
+        (path / "device.json").write_text('{"device": "a card of ours"}')
+    baseline = str(tmp_path / "baseline.json")
+    words = ("--cases", "random", "--name", "mine", "--baseline", baseline)
+    assert judged(first, tmp_path / "a", *words, "--update-baseline") == 0
+    assert judged(first, tmp_path / "a", *words) == 0
+    assert judged(worse, tmp_path / "b", *words) == 1
+    assert "regression" in capsys.readouterr().out
+    records = [str(tmp_path / name / "last.json") for name in "ab"]
+    assert cli.main(["compare", *records]) == 0
+    assert cli.main(["page", *records, "-o", str(tmp_path / "page")]) == 0
+    assert "a card of ours, as device.json states (not measured)" in (tmp_path / "page/index.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        ("random", "truncated_p"),
+        ("random_causal", "causal_strict"),
+        ("sink_tie", "unscaled_dk"),
+        ("strided_views", "strides_of_v_ignored"),
+        ("log_sum_exp", "returned_in_base_two"),
+        ("served[alibi]", "alibi_of_the_first_head"),
+        ("cached[descale]", "factors_transposed"),
+        ("served[alibi]", "tiled"),
+        ("cached[descale]", "tiled"),
+    ],
+)
+def test_a_planted_defect_fails_by_the_same_checks_and_a_sound_kernel_with_features_passes(
+    questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, name: str
+) -> None:
+    kernel = DEFECTS[name].kernel if name in DEFECTS else twin(name)
+    assert isinstance(kernel, UserKernel)
+    options = kernel.caller.convention.options
+    monkeypatch.setattr(runner, "backward", options.backward if callable(options.backward) else None)
+    path = str(answered(questions, tmp_path / "calls", kernel.caller.function, monkeypatch))
+    flags = [word for word in judge.words_of(backend.opened(path), name) if "=" in word]
+    in_files = external_kernel(backend.TARGET, flags=[*flags, f"lse={options.lse}"])
+    live, files = (
+        run_cell(Cell(on, each, EXPERIMENTS[case], BF16), Workbench(Settings(heads=16)))
+        for on, each in ((CPU, kernel), (backend.FILES.assuming(path), in_files))
+    )
+    assert (files.outcome, files.verdict, files.digest) == (live.outcome, live.verdict, live.digest)
+    fell = [{check for check, answer in x.answers.items() if answer.passed is False} for x in (live, files)]
+    assert fell[0] == fell[1]
+    assert bool(fell[0]) == (name in DEFECTS)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -25,9 +25,12 @@ from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.questions import shapes as questions
 from tiebreak.matrix.questions.placements import transposed
 from tiebreak.matrix.questions.shapes import QUESTIONS
+from tiebreak.matrix.record_collector import described
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports import cli
+from tiebreak.reports.records.record import Run
+from tiebreak.reports.verdict import verdicts
 from tiebreak.studies.power import EXPERIMENTS
 
 pytestmark = pytest.mark.quick
@@ -169,8 +172,11 @@ WHERE = {
 @pytest.mark.parametrize("name", WHERE)
 def test_a_defect_of_some_shapes_is_pointed_at(name: str) -> None:
     defect = DEFECTS[name]
-    record = run_cell(Cell(on(), defect.kernel, EXPERIMENTS[defect.case], BF16), Workbench(Settings(seed=1, heads=16)))
+    cell = Cell(on(), defect.kernel, EXPERIMENTS[defect.case], BF16)
+    record = run_cell(cell, Workbench(Settings(seed=1, heads=16)))
     assert record.answers["usage"].why.startswith(f"wrong where {WHERE[name]}: ")
+    (verdict,) = verdicts(described(Run({}, {}, (record,)), {record.id: cell}))
+    assert [finding.text for finding in verdict.findings if finding.name == "wrong where"] == [WHERE[name]]
 
 
 def test_words_of_a_call_are_the_fields_that_are_not_as_usual() -> None:

@@ -230,6 +230,7 @@ class WithinError:
             shown=Shown.of(name, measures[name], self.unit, spec=".2g"),
             answers={USAGE: answer} if self.requirements else {},
             heads=BATCH * HEADS,
+            evidence={"wrong where": self.where} if self.where else {},
         )
 
 

@@ -1,6 +1,7 @@
 """`tiebreak export FOLDER`: the calls that a run would make, as files for a device or a program that is not here."""
 
 import argparse
+import shutil
 import sys
 import tempfile
 from collections import Counter
@@ -14,6 +15,7 @@ from unittest.mock import patch
 
 import msgspec
 
+from tiebreak import kernels
 from tiebreak.backends.backend import EMULATION
 from tiebreak.cases.capture.folder import MB
 from tiebreak.cases.case import JOINED
@@ -24,12 +26,13 @@ from tiebreak.kernels.external.options import TAKEN
 from tiebreak.kernels.formats import BF16, Rounding
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Declaration, run_backward, run_forward
+from tiebreak.kernels.triton.roster import DECLARATIONS
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.scheduling import cell_id
 from tiebreak.matrix.selection import Selection, cells, check_usable
 from tiebreak.programs import check
-from tiebreak.programs.files import backend, runner
+from tiebreak.programs.files import backend, own, runner
 from tiebreak.programs.files.backend import FILES, NOT_ASKED, TARGET, Tensors, Values, as_called, stored
 from tiebreak.reports.calls import MANIFEST, Calls, Stored, StoredCall, digest_of
 from tiebreak.reports.cli import PASSED, Parser, count, positive
@@ -117,7 +120,7 @@ class _RecordedCall(Call):
 
 
 def _is_finite(tensors: Tensors) -> bool:
-    return all(bool(x.isfinite().all()) for x in tensors.values())
+    return all(bool(x.float().isfinite().all()) for x in tensors.values())
 
 
 def run_words(folder: Path, options: Mapping[str, str], declared: Mapping[str, str]) -> list[str]:
@@ -209,6 +212,8 @@ def main(arguments: Sequence[str]) -> int:
         raise UsageError(f"{folder}: has calls already, or is no folder: name a new one")
     if unknown := [word for word in takes if word not in TAKEN]:
         raise UsageError(f"--takes {unknown[0]}: known are {', '.join(TAKEN)}")
+    if asked.kernel is not None and asked.runner is None:
+        raise UsageError(f"--kernel {asked.kernel}: for a runner, say where it is to be with --runner FILE.py")
     given = {name: str(value) for name in _RUN if (value := getattr(asked, name)) is not None}
     recorder, given["cases"] = recorded(folder, given, declared(takes, asked.layout))
     calls = list(recorder.merged())
@@ -221,6 +226,11 @@ def main(arguments: Sequence[str]) -> int:
     _write(folder, msgspec.structs.replace(manifest, digest=manifest.own_digest), [x for x, _ in calls])
     if asked.runner is not None:
         store.write_text(Path(runner.__file__).read_text(encoding="utf-8"), asked.runner)
+    if asked.kernel is not None:
+        store.write_text(Path(own.__file__).read_text(encoding="utf-8"), asked.runner.with_name(f"{asked.kernel}.py"))
+        room, ignored = Path(kernels.__file__).parent, shutil.ignore_patterns("__pycache__", "public", "adapters")
+        shutil.copytree(room, asked.runner.parent / "tiebreak/kernels", ignore=ignored, dirs_exist_ok=True)
+        store.write_text("", asked.runner.parent / "tiebreak/__init__.py")
     return PASSED
 
 
@@ -264,4 +274,5 @@ def _parser() -> argparse.ArgumentParser:
     add("--raw", action="store_true", help="write files of bytes, and calls.txt, for readers without a library")
     add("--most", type=positive, default=64, metavar="MB", help="refuse to write more (default: 64)")
     add("--runner", type=Path, metavar="FILE.py", help="write the program that runs the calls, with torch alone")
+    add("--kernel", choices=DECLARATIONS, help="write a Triton kernel of ours, and what it needs, beside the runner")
     return parser

@@ -6,6 +6,7 @@ alone, so a run that was stopped goes on. `tiebreak judge FOLDER` then says what
 
 import argparse
 import faulthandler
+import importlib
 import json
 import os
 import platform
@@ -163,6 +164,13 @@ def work(folder: Path, calls: list[dict[str, Any]], timeout: float) -> None:
         write(folder / f"{call['id']}.out.safetensors", outputs, metadata)
 
 
+def take(file: Path) -> None:
+    """Take `attention`, and `backward` if it has one, from a file."""
+    sys.path.insert(0, str(file.resolve().parent))
+    module = importlib.import_module(file.stem)
+    globals().update(attention=module.attention, backward=getattr(module, "backward", None))
+
+
 def describe() -> dict[str, Any]:
     """Return what device.json says: a statement, which nobody has measured."""
     name = torch.cuda.get_device_name() if DEVICE == "cuda" else platform.processor() or platform.machine()
@@ -175,11 +183,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that a call may take (default: 120)")
+    parser.add_argument("--kernel", type=Path, metavar="FILE.py", help="with the attention to run instead of this one")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     every = json.loads((options.folder / "calls.json").read_text())["calls"]
     outputs = {call["id"]: options.folder / f"{call['id']}.out.safetensors" for call in every}
     if options.worker:
+        if options.kernel is not None:
+            take(options.kernel)
         work(options.folder, [call for call in every if not outputs[call["id"]].exists()], options.timeout)
         return
     replace(options.folder / "device.json", json.dumps(describe(), indent=2).encode())
