@@ -16,11 +16,13 @@ from tiebreak.matrix.sample import Sample
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records.record import CAPTURED
 
+OWN = (TRAINED_SINK,)  # that come with the suite
+
 
 class _Captured(Offer):
     def offered(self, captured: str | None, *, cases_named: bool) -> Sequence[Experiment]:
         try:
-            own = calls_on([TRAINED_SINK], captured, cases_named=cases_named)
+            own = calls_on(OWN, captured, cases_named=cases_named)
             return own if captured is None else [*own, *map(OneCall, captured_cases(Path(captured)))]
         except CapturedError as error:
             raise UsageError(str(error)) from error
