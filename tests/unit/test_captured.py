@@ -215,6 +215,13 @@ class TestLooks:
         assert record.answers["gradients"].passed is passed
         assert re.search(r"asked: O, and gradients .* beside .*; not asked: nothing", record.evidence[CAPTURED])
 
+    def test_a_sequence_of_one_token_has_gradients_of_0_and_no_errors(self, tmp_path: Path) -> None:
+        case = only_case(tmp_path, normal((4, 2, 1, 16)))
+        record = run_cell(
+            Cell(on(), users(SOUND["tiled"], "tested"), OneCall(case), BF16), Workbench(Settings(heads=8))
+        )
+        assert record.answers["gradients"].passed
+
     def test_what_is_not_asked_of_a_captured_call_is_told(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
