@@ -227,6 +227,13 @@ def _other_scale(folder: Path) -> None:
     _edited(calls=(replace(first, values={**first.values, "scale": 1.0}), *others))(folder)
 
 
+def _other_metadata(content: bytes) -> bytes:
+    """The same tensors, with metadata that is no object."""
+    header = json.loads(content[8 : 8 + (size := int.from_bytes(content[:8], "little"))]) | {"__metadata__": None}
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + content[8 + size :]
+
+
 OUT, IN = "0001.out.safetensors", "0001.in.safetensors"
 DAMAGES: dict[str, Callable[[Path], None]] = {
     "missing": lambda folder: (folder / OUT).unlink(),
@@ -246,6 +253,10 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "no o": _with(lambda tensors: {name: x for name, x in tensors.items() if name != "o"}),
     "another name": _with(lambda tensors: {"out": tensors["o"]}),
     "more than asked": _with(lambda tensors: {**tensors, "p": tensors["o"]}),
+    "a run more than asked": _with(lambda tensors: {**tensors, "o.7": tensors["o"]}),
+    "a log-sum-exp of another shape": _with(lambda tensors: {**tensors, "lse": torch.zeros(3)}),
+    "two answers": lambda folder: runner.replace(folder / "0001.out.json", b'{"call": "x"}'),
+    "metadata is null": _bytes(OUT, _other_metadata),
     "nothing": _with(lambda tensors: {}),
     "NaN": _with(lambda tensors: {name: x * float("nan") for name, x in tensors.items()}),
     "zeros": _with(lambda tensors: {name: x * 0 for name, x in tensors.items()}),

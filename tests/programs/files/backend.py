@@ -109,20 +109,28 @@ class CallFolder:
             yield f"its output says that it is of {f'call {other.id}' if other else 'another call'}"
         elif not {"refused", "raised"} & metadata.keys():
             wanted = call.outputs if self.has_gradients else call.outputs[:1]
-            every = (f"{name}.{run}" if run else name for run in range(call.runs) for name in wanted)
-            yield from (f"its output has no {name}: write it" for name in every if name not in outputs)
+            runs = [f".{run}" if run else "" for run in range(call.runs)]
+            yield from (
+                f"its output has no {name}{run}: write it"
+                for run in runs
+                for name in wanted
+                if f"{name}{run}" not in outputs
+            )
             for name, x in outputs.items():
                 expected, shape = self._expected(call, name)
+                if name.removeprefix(name.partition(".")[0]) not in runs:
+                    yield f"its output has {name}, and the call has {call.runs} of its runs"
                 if list(x.shape) != shape and shape:
                     yield f"{name} has the shape {list(x.shape)}, expected {shape}"
                 if _NAMES[x.dtype] not in (expected, "fp32" if name[:5] == "dsink" else ""):
                     yield f"{name} is in {_NAMES[x.dtype]}, expected {expected}"
 
     def _expected(self, call: StoredCall, name: str) -> tuple[str, list[int]]:
-        """Return format and shape that an output is to have; of a log-sum-exp no shape: its question asks for that."""
+        """Return format and shape that an output is to have; of packed sequences' log-sum-exp no shape."""
         kind, layout = name.partition(".")[0], self.manifest.layout
         if kind == "lse":
-            return "fp32", []
+            q = call.tensors["q"].shape
+            return "fp32", [q[layout.index(letter)] for letter in "bhn"] if len(q) == len(layout) else []
         if (like := call.tensors.get(_LIKE.get(kind, ""))) is None:
             raise ValueError(f"its output has {name}, which was not asked for")
         shape = list(like.shape)
@@ -145,19 +153,26 @@ class CallFolder:
     def outputs(self, call: StoredCall) -> tuple[dict[str, Tensor], dict[str, str]]:
         """Return what was written for a call, and what is said of it; ValueError: none, or nothing to be read."""
         path, described = (self.path / f"{call.id}.out.{end}" for end in ("safetensors", "json"))
-        if path.exists():
-            return _read(path, path.stat().st_mtime_ns)
-        if not described.exists():
+        if path.exists() and described.exists():
+            raise ValueError(f"it has two outputs, {path.name} and {described.name}: delete one")
+        if not path.exists() and not described.exists():
             raise ValueError("it has no output: run it, or say why not (docs/files.md)")
-        said = json.loads(described.read_bytes())
+        try:
+            if path.exists():
+                return _read(path, path.stat().st_mtime_ns)
+            said = json.loads(described.read_bytes())
+        except ValueError as error:
+            name = (path if path.exists() else described).name
+            raise ValueError(f"{name}: {one_line(str(error))}") from error
         if not isinstance(said, dict):
             raise ValueError(f'{described.name}: expected an object, such as {{"call": "{call.digest}"}}')
         tensors = {}
         for file in self.path.glob(f"{call.id}.*.bin"):
             if (name := file.name[len(call.id) + 1 : -len(".bin")]) not in call.tensors:
                 expected, shape = self._expected(call, name)
-                rows = [call.tensors["q"].shape[self.manifest.layout.index(letter)] for letter in "bhn"]
-                tensors[name] = runner.from_bytes(file.read_bytes(), runner.FORMATS[expected][1], shape or rows)
+                if not shape:
+                    raise ValueError(f"{file.name}: the log-sum-exp of packed sequences is not read from raw files")
+                tensors[name] = runner.from_bytes(file.read_bytes(), runner.FORMATS[expected][1], shape)
         return tensors, said
 
     def unjudged(self) -> Iterator[str]:
@@ -179,11 +194,15 @@ class CallFolder:
         if "refused" in metadata:
             raise CannotRunError(f"refused: {metadata['refused']}")
         if "raised" in metadata:
-            raise RuntimeError(metadata["raised"])
+            raise ElsewhereError(metadata["raised"])
         run = self.times[call.digest + names[0]] % call.runs
         self.times[call.digest + names[0]] += 1
         found = [outputs.get(f"{name}.{run}" if run else name) for name in names]
         return tuple(x.clone() for x in found if x is not None)
+
+
+class ElsewhereError(Exception):
+    """An error that a kernel raised where it ran, in its words."""
 
 
 @cache

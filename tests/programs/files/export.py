@@ -207,13 +207,24 @@ def _is_usual(cell: Cell) -> bool:
 def main(arguments: Sequence[str]) -> int:
     """Run the verb `export`; see `tiebreak.reports.cli.main`."""
     asked = _parser().parse_args(arguments)
+    if asked.kernel is not None and asked.runner is None:
+        raise UsageError(f"--kernel {asked.kernel}: for a runner, say where it is to be with --runner FILE.py")
+    if asked.folder is None and asked.runner is None:
+        raise UsageError("name a new folder for the calls, or --runner FILE.py alone")
+    if asked.folder is not None:
+        _export(asked)
+    if asked.runner is not None:
+        _write_runner(asked.runner, asked.kernel)
+    return PASSED
+
+
+def _export(asked: argparse.Namespace) -> None:
+    """Write the folder that is asked for."""
     folder, takes = asked.folder, tuple(split(asked.takes))
     if folder.exists() and (not folder.is_dir() or any(folder.glob("*.out.*")) or (folder / MANIFEST).exists()):
         raise UsageError(f"{folder}: has calls already, or is no folder: name a new one")
     if unknown := [word for word in takes if word not in TAKEN]:
         raise UsageError(f"--takes {unknown[0]}: known are {', '.join(TAKEN)}")
-    if asked.kernel is not None and asked.runner is None:
-        raise UsageError(f"--kernel {asked.kernel}: for a runner, say where it is to be with --runner FILE.py")
     given = {name: str(value) for name in _RUN if (value := getattr(asked, name)) is not None}
     recorder, given["cases"] = recorded(folder, given, declared(takes, asked.layout))
     calls = list(recorder.merged())
@@ -224,14 +235,16 @@ def main(arguments: Sequence[str]) -> int:
     every = tuple(call for _, call in calls)
     manifest = Calls(SCHEMA, version("tiebreak"), given, takes, asked.layout, asked.raw, every, "")
     _write(folder, msgspec.structs.replace(manifest, digest=manifest.own_digest), [x for x, _ in calls])
-    if asked.runner is not None:
-        store.write_text(Path(runner.__file__).read_text(encoding="utf-8"), asked.runner)
-    if asked.kernel is not None:
-        store.write_text(Path(own.__file__).read_text(encoding="utf-8"), asked.runner.with_name(f"{asked.kernel}.py"))
+
+
+def _write_runner(path: Path, kernel: str | None) -> None:
+    """Write the program that runs calls, and beside it a kernel of ours with what it needs."""
+    store.write_text(Path(runner.__file__).read_text(encoding="utf-8"), path)
+    if kernel is not None:
+        store.write_text(Path(own.__file__).read_text(encoding="utf-8"), path.with_name(f"{kernel}.py"))
         room, ignored = Path(kernels.__file__).parent, shutil.ignore_patterns("__pycache__", "public", "adapters")
-        shutil.copytree(room, asked.runner.parent / "tiebreak/kernels", ignore=ignored, dirs_exist_ok=True)
-        store.write_text("", asked.runner.parent / "tiebreak/__init__.py")
-    return PASSED
+        shutil.copytree(room, path.parent / "tiebreak/kernels", ignore=ignored, dirs_exist_ok=True)
+        store.write_text("", path.parent / "tiebreak/__init__.py")
 
 
 def _write(folder: Path, manifest: Calls, inputs: Sequence[Tensors]) -> None:
@@ -262,7 +275,7 @@ def _parser() -> argparse.ArgumentParser:
         " tiebreak judge gives the verdict on what it answers. docs/files.md has the format.",
     )
     add = parser.add_argument
-    add("folder", type=Path, help="a new folder")
+    add("folder", type=Path, nargs="?", help="a new folder; may be missing where --runner is given")
     add("--cases", metavar="NAMES", help="as of tiebreak check (default: failure inputs, normal numbers, the contract)")
     add("--dtype", default=BF16.name, metavar="NAMES", help="formats of q, k and v (default: bf16)")
     add("--heads", type=positive, default=32, metavar="N", help="of a case at first (default: 32)")

@@ -36,8 +36,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, **
     `values` are those of the call alone: window_size, softcap, sink, attn_bias, cu_seqlens_q ... (docs/files.md).
     """
     # FILL IN: your kernel. This is PyTorch's, whose causal mask is aligned at the upper left.
-    if values or (causal and q.shape[2] != k.shape[2]):
-        raise NotImplementedError(f"a causal mask that is not square, or {', '.join(values)}")
+    unmet = [*values, *(["a causal mask that is not square"] if causal and q.shape[2] != k.shape[2] else [])]
+    if unmet:
+        raise NotImplementedError(", ".join(unmet))
     return torch.nn.functional.scaled_dot_product_attention(
         q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
@@ -54,7 +55,7 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     try:
         header = json.loads(content[8 : 8 + size])
         tensors, dtypes, data = {}, dict(FORMATS.values()), content[8 + size :]
-        metadata = header.pop("__metadata__", {})
+        metadata = {name: text for name, text in header.pop("__metadata__", {}).items() if isinstance(text, str)}
         if max((entry["data_offsets"][1] for entry in header.values()), default=0) != len(data):
             raise ValueError(f"{len(data)} bytes of tensors are not what its header says")
         for name, entry in header.items():
