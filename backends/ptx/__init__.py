@@ -19,6 +19,7 @@ from tiebreak.kernels.triton.roster import triton_kernels
 #: The cards of --as, and bytes of shared memory that a block may have there (CUDA C++ Programming Guide)
 CARDS = {"sm_75": 64 << 10, "sm_80": 163 << 10, "sm_86": 99 << 10, "sm_89": 99 << 10, "sm_90": 227 << 10,
          "sm_100": 227 << 10, "sm_120": 99 << 10}  # fmt: skip
+_PACKED = ("sm_100", "sm_120")  # whose ptxas 12.9.86 and 13.0.88 fuse mul.rn.f32x2 and add.rn.f32x2; 13.1.115 doesn't
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class _Ptx(Backend):
         return {
             "triton": installed(),
             "as": self.card,
+            "assembler": "ptxas" + " 13.1 or newer" * (self.card in _PACKED) + ", nothing contracted",
             "assumed": {self.name: f"as {self.card} (compiled code, emulated processor; nothing ran on a GPU)"},
         }
 

@@ -31,6 +31,8 @@ def test_it_runs_where_it_is_named_alone_and_says_what_it_is() -> None:
     (backend,) = {cell.backend for cell in selected}
     assert backend.options == ("--as", "sm_89")
     assert "nothing ran on a GPU" in str(backend.notice())
+    assert "13.1" not in backend.describe()["assembler"]
+    assert "13.1" in backend.assuming("sm_120").describe()["assembler"]
     text = Run(backend.describe(), {}, records=()).backend_text("ptx")
     assert text == "ptx as sm_89 (compiled code, emulated processor; nothing ran on a GPU)"
     with pytest.raises(UsageError, match=r"^--as gfx942: unknown to --backend ptx; its cards are sm_75, "):

@@ -211,6 +211,7 @@ def test_two_numbers_of_8_bits_become_two_of_16(kind: str) -> None:
     every = np.arange(256, dtype=np.uint8).view(TYPES[kind])
     found = OPERATIONS[f"cvt.rn.f16x2.{kind}x2"].compute(np.stack([every, every[::-1]], -1))
     expected = torch.from_numpy(np.arange(256, dtype=np.uint8)).view(CASTS[kind]).half().numpy()
+    assert found.dtype == expected.dtype
     assert np.array_equal(found, np.stack([expected, expected[::-1]], -1), equal_nan=True)
 
 

@@ -47,9 +47,10 @@ def test_who_comes_early_to_a_barrier_waits_for_who_stands_behind_it_in_the_text
     $L3:
     { bra $L4; add.s32 %r2, %r2, 1000; $L4:
     }
+    add.s32 %r2, %r2, 7;
     { bra $L4; add.s32 %r2, %r2, 5000; $L4:
     }"""
-    assert executed(body).tolist() == [*range(100, 132), *range(100, 132)]
+    assert executed(body).tolist() == [*range(107, 139), *range(107, 139)]
 
 
 @pytest.mark.parametrize(

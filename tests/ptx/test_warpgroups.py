@@ -83,7 +83,9 @@ def test_operands_lie_as_descriptors_say(width: int, a_turned: bool, b_turned: b
     again = FIRST.replace(" 0, 1, 1", " 1, 1, 1")
     row = 4 * THREADS
     stores = "".join(f"st.global.b32 [%rd1+{row * at}], %d{at};" for at in range(1, N // 2))
-    body = f"{moves} {operands(of_a, of_b)} {FENCES} {FIRST}{turned} {again}{turned} {DONE} {WAIT} {STORE} {stores}"
+    unused = "".join(f"mov.b32 %d{at}, 1065353216;" for at in range(N // 2))  # the first product does not add to it
+    products = f"{FENCES} {FIRST}{turned} {again}{turned} {DONE} {WAIT}"
+    body = f"{moves} {operands(of_a, of_b)} {unused} {products} {STORE} {stores}"
     found = executed(body, words, THREADS, "sm_90", outputs=N // 2, shared=SHARED)
     assert np.array_equal(sums(found), 2 * a @ b.T)
 
@@ -165,6 +167,7 @@ TURNED_A, TURNED_B = 1 << 15, 1 << 16
 ROWS = "{" + ", ".join(f"%d{at}" for at in range(8)) + "}"
 LOADED = f"tcgen05.ld.sync.aligned.16x32bx2.x8.b32 {ROWS}, [%r14], 8; tcgen05.wait::ld.sync.aligned;"
 STORED = f"tcgen05.st.sync.aligned.32x32b.x8.b32 [%r14+32], {ROWS};"
+ONCE, LATER = "tcgen05.mma.cta_group::1.kind::f16", LOADED.replace("%r14]", "%r14+16]")
 STORED_IS_THERE, NEXT = "tcgen05.wait::st.sync.aligned;", "fence.proxy.async; bar.sync 0;"
 
 
@@ -249,6 +252,10 @@ def test_a_product_takes_rows_from_tensor_memory(executed: Executed) -> None:
         (from_memory(behind="bar.sync 0; st.shared.b32 [%r1+16384], %r0;"), r"writes what a product may still read"),
         (from_memory(wait=""), r"tcgen05\.ld.* reads what a product is bringing"),
         (from_memory(wait=LOADED.replace("%r14]", "%r14+40]")), r"reads what nobody has written, in tensor memory"),
+        (  # of a product that was asked for after the commit
+            from_memory(behind=f"@%p3 {ONCE} [%r10+16], [%r10+32], %b, %r13, %p4;", wait=f"{AWAITED} {LATER}"),
+            r"tcgen05\.ld.* reads what a product is bringing",
+        ),
         (from_memory(wait=AWAITED.replace(", 0;", ", 1;")), r"wait for one another: 128 at mbarrier"),
         (from_memory().replace(COMMIT, ""), r"wait for one another: 128 at mbarrier\.try_wait"),
         (from_memory().replace("@%p1 mbarrier.init.shared::cta.b64 [%r11], 1;", ""), r"finds no barrier at byte 20488"),
