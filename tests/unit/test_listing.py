@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from tiebreak.backends.backend import CPU
-from tiebreak.cases.feature_cases import EVERY
+from tiebreak.cases.feature_cases import EVERY, FEATURED
 from tiebreak.cases.gpt2.snippets import SNIPPETS
+from tiebreak.cases.trained import TRAINED_SINK
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.external.loading import ADAPTERS
 from tiebreak.kernels.plans import PLANS
@@ -17,7 +18,9 @@ from tiebreak.matrix.questions import invariance, shapes, usage
 from tiebreak.reports import cli
 
 ALL = [
-    *(case.name for case in EVERY),
+    *(case.name for case in EVERY if case not in FEATURED),
+    TRAINED_SINK.name,
+    *(case.name for case in FEATURED),
     *(case.name for case in contract.CASES),
     "identity",
     *(each.name for each in invariance.QUESTIONS),

@@ -239,7 +239,7 @@ def bare():
     ("name", "message"),
     [
         ("three", "cannot unpack non-iterable int object; it has to return \\(module, tokens\\)$"),
-        ("raising", "no weights \\(models.py, line 11\\); it has to return \\(module, tokens\\)$"),
+        ("raising", "RuntimeError: no weights \\(models.py, line 11\\)$"),
         ("floats", "tokens are torch.float32 \\(2, 4\\), not whole numbers \\(batch, 2 or more\\); it has to return"),
         ("nothing", "has no function 'nothing'"),
     ],

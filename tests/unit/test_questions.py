@@ -94,7 +94,10 @@ def splitting(partial: torch.dtype = torch.float32, shortest: int = 1) -> Callab
 def test_sound_kernels_are_blamed_for_nothing(function: Callable[..., Tensor], fmt: Format) -> None:
     outcomes = {name: run(users(function), name, fmt=fmt, heads=16) for name in NAMES}
     assert all(record.measures.keys() <= USAGE.measured.keys() for record in outcomes.values())
-    assert {name: record.reasons for name, record in outcomes.items() if record.outcome != records.MEASURED} == {
+    assert all(record.outcome in (records.MEASURED, records.SKIPPED) for record in outcomes.values())
+    skipped = {name: record.reasons for name, record in outcomes.items() if record.outcome == records.SKIPPED}
+    assert (skipped.pop("latent_views", None) is None) is (fmt is FP16)  # the flash kernel takes no narrower V
+    assert skipped == {
         "log_sum_exp": ("returns O alone, no log-sum-exp",),
         "page_sizes": ("has no parameter of the kind pages",),
     }
