@@ -216,7 +216,7 @@ class AttentionInputs:
 
     @property
     def added(self) -> Tensor | None:
-        """What is added to the scores, shaped as the bias: it, and ALiBi's."""
+        """The sum of the bias and of ALiBi's, in the bias' shape, as it is added to the scores."""
         if self.alibi is None:
             return self.bias
         apart = _ahead(self.q.shape[2], self.k.shape[2], self.lengths).to(self.q.device).abs().nan_to_num(posinf=0.0)

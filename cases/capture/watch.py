@@ -63,7 +63,7 @@ class AttentionCall:
 
 
 class _Mask(NamedTuple):
-    """What a mask says, where the captured format has words for it."""
+    """The meaning of a mask that the captured format has words for."""
 
     causal: bool = False
     spans: tuple[slice, ...] = ()  # as an `AttentionCall` has them

@@ -290,7 +290,7 @@ class Attention:
         return s + request.attn_bias.float()[..., keys if request.attn_bias.shape[-1] > 1 else slice(None)]
 
     def distance(self, request: Request) -> Tensor:
-        """How many keys lie between a row's own and each, for ALiBi, (queries, keys)."""
+        """Return the number of keys between a row's own and each, for ALiBi, (queries, keys)."""
         apart = torch.zeros(request.queries, request.keys)
         for rows, columns in self.sequences(request):
             queries, keys = rows.stop - rows.start, columns.stop - columns.start

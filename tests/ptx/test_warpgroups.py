@@ -21,7 +21,7 @@ WAIT, STORE = "wgmma.wait_group.sync.aligned 0;", "mov.b32 %r2, %d0;"
 
 
 def place(outer: int, k: int, width: int, turned: bool, leading: int, stride: int) -> int:
-    """Of a number of two bytes (Shared Memory Matrix Layout, Strides): chunks of 16 bytes are swizzled by their row."""
+    """Return where a number of two bytes lies (Shared Memory Matrix Layout, Strides): rows swizzle 16-byte chunks."""
     along, across = (outer, k) if turned else (k, outer)  # along a row of `width` bytes, and across such rows
     matrix, byte, row = along * 2 // width, along * 2 % width, across % 8
     chunk = (byte // 16) ^ (row * width // 128 % (width // 16))
@@ -139,7 +139,7 @@ def test_what_is_not_known_of_a_product_is_refused(body: str, message: str, exec
 def test_matrices_are_stored_as_they_are_loaded(
     loaded: str, stored: str, names: tuple[str, ...], executed: Executed
 ) -> None:
-    """What `ldmatrix` brings, `stmatrix` puts elsewhere: as it was, or turned where one of them turns it."""
+    """`stmatrix` stores what `ldmatrix` loads: as it was, or transposed where one of them transposes it."""
     matrices = torch.arange(256, dtype=torch.int32) * 65537 * 3  # of 64 threads: four of each warp
     moves = "".join(f"ld.global.b32 %r4, [%rd0+{256 * at}]; st.shared.b32 [%r1+{256 * at}], %r4;" for at in range(4))
     count, registers = len(names), "{" + ", ".join(names) + "}"

@@ -133,7 +133,7 @@ def visible(inputs: AttentionInputs) -> Tensor:
 
 
 def apart(inputs: AttentionInputs) -> Tensor:
-    """How many keys lie between a row's own and each, (queries, keys), asked one by one; 0 in another sequence."""
+    """Count the keys between a row's own and each, (queries, keys), one by one; 0 in another sequence."""
     queries, keys = inputs.q.shape[2], inputs.k.shape[2]
     rows, columns = inputs.lengths or ((0, queries), (0, keys))
     apart = torch.zeros(queries, keys)

@@ -72,7 +72,7 @@ class CallFolder:
 
     @cached_property
     def stated(self) -> dict[str, Any]:
-        """What device.json says of the device; UsageError: it is no JSON object, or its products are none of a plan."""
+        """The device by device.json; UsageError: that is no JSON object, or its products are none of a plan."""
         path = self.path / DEVICE
         try:
             said = json.loads(path.read_bytes()) if path.exists() else {}
