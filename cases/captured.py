@@ -95,6 +95,12 @@ def captured_cases(folder: Path) -> tuple[Case, ...]:
     return tuple(_case(layer, match, folder) for _, match, path in files for layer in _layers(path))
 
 
+def uncancelled_ulps(output: Tensor, ref: Reference, fmt: Format) -> Tensor:
+    """Return `signed_error_ulps` of O; NaN, too, where O is below `CANCELLED` times sum P |V|."""
+    error = signed_error_ulps(output, ref.o, fmt)
+    return error.masked_fill(ref.o.abs() < CANCELLED * ref.magnitude, torch.nan)
+
+
 def without_cancelled(errors: Errors, output: Tensor, inputs: AttentionInputs, ref: Reference) -> Errors:
     """Return the measures with errors in ulps only of elements of O that have not cancelled.
 
@@ -103,8 +109,8 @@ def without_cancelled(errors: Errors, output: Tensor, inputs: AttentionInputs, r
     squares and the largest error are over the elements of at least `CANCELLED` times sum P |V|; the others count as
     left out. All other measures, the bound included, are over all elements.
     """
+    error = uncancelled_ulps(output, ref, inputs.formats.output)
     cancelled = ref.o.abs() < CANCELLED * ref.magnitude
-    error = signed_error_ulps(output, ref.o, inputs.formats.output).masked_fill(cancelled, torch.nan)
     return replace(
         errors,
         head_bias=by_key_head(error, inputs.groups),

@@ -192,7 +192,7 @@ class _Rows(NamedTuple):
 
     @property
     def score(self) -> Tensor:
-        """How telling a head is before its backward pass."""
+        """A score of how telling a head is before its backward pass."""
         logit, bias = self.largest / _HARMFUL_LOGIT, self.bias.abs() / MARGIN_ULPS
         return self.repeated + logit.clamp(0, 1) + self.sinks + bias.clamp(0, 1)
 
@@ -210,20 +210,26 @@ def _rows(call: AttentionCall, at: slice) -> tuple[_Rows, Tensor]:
         ((total[..., 0] < 1 / SINK) & ((s > -torch.inf).sum(-1) >= FEW)).float().mean(-1),
     ]
     o = (p / total) @ v
-    fmt = torch.bfloat16 if call.v.dtype == torch.float32 else call.v.dtype
-    if fmt != call.v.dtype:  # a model in fp32: what it would meet in bf16
-        q, k, v = (part.to(fmt) for part in (call.q, call.k, call.v))
-        s, v = _scores(replace(call, q=q, k=k), at), v.float()
-        p = torch.exp(s - s.amax(-1, keepdim=True))
-        total = p.sum(-1, keepdim=True)
+    if call.v.dtype == torch.float32:  # what the model would meet in bf16
+        q, k, low = (part.bfloat16() for part in (call.q, call.k, call.v))
+        statistics.append(_flash_bias(_scores(replace(call, q=q, k=k), at), low))
+    else:
+        statistics.append(_flash_bias(s, call.v))
+    return _Rows(*statistics), o.reshape(*call.q.shape[:2], -1, v.shape[-1])
+
+
+def _flash_bias(s: Tensor, low: Tensor) -> Tensor:
+    """Return plain flash's bias in ulps, less its noise, (batch, key heads), of scores and of V in 16 bits."""
+    fmt, v = low.dtype, low.float()
+    p = torch.exp(s - s.amax(-1, keepdim=True))
+    total = p.sum(-1, keepdim=True)
     flash = ((p.to(fmt).float() @ v).to(fmt).float() / total).to(fmt).float()
     exact, size = (p / total) @ v, (p / total) @ v.abs()
     unit = torch.exp2(torch.floor(torch.log2(exact.abs())) + math.log2(torch.finfo(fmt).eps)) * exact.sign()
     error = torch.where(exact.abs() >= CANCELLED * size, (flash - exact) / unit, torch.nan).flatten(2)
     bias, many = error.nanmean(-1), (~error.isnan()).sum(-1)
     noise = _SPREAD * ((error - bias[..., None]).square().nanmean(-1) / many).sqrt()
-    statistics.append((bias.sign() * (bias.abs() - noise).clamp(min=0)).nan_to_num())
-    return _Rows(*statistics), o.reshape(*call.q.shape[:2], -1, v.shape[-1])
+    return (bias.sign() * (bias.abs() - noise).clamp(min=0)).nan_to_num()
 
 
 def _scores(call: AttentionCall, at: slice) -> Tensor:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tiebreak.backends.backend import Backend
 from tiebreak.cases.bounds import UNDECLARED, ErrorBounds
-from tiebreak.cases.captured import CANCELLED
-from tiebreak.cases.errors import by_key_head, signed_error_ulps
+from tiebreak.cases.captured import uncancelled_ulps
+from tiebreak.cases.errors import by_key_head
 from tiebreak.cases.verdicts import BiasVerdict, interval, judge
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Kernel
@@ -70,8 +70,7 @@ class Seen:
     @cached_property
     def error(self) -> Tensor:
         """The signed error in ulps; NaN where O has cancelled, whose error shows how much, or the reference is 0."""
-        ulps = signed_error_ulps(self.o, self.ref.o, self.inputs.formats.output)
-        return ulps.masked_fill(self.ref.o.abs() < CANCELLED * self.ref.magnitude, torch.nan)
+        return uncancelled_ulps(self.o, self.ref, self.inputs.formats.output)
 
     @cached_property
     def repeated(self) -> Tensor:
