@@ -12,8 +12,7 @@ from torch import Tensor
 from tiebreak.backends.backend import CPU, EMULATION, Backend
 from tiebreak.cases.capture.interest import FEW, SINK, UNLIKE
 from tiebreak.cases.capture.watch import AttentionCall, ModelWatch, NotHeldError, Place
-from tiebreak.cases.captured import CANCELLED
-from tiebreak.cases.errors import signed_error_ulps
+from tiebreak.cases.captured import uncancelled_ulps
 from tiebreak.cases.verdicts import CONFIDENCE, BiasVerdict, Interval, judge, quantile
 from tiebreak.kernels.formats import BF16, Format, Formats
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
@@ -33,7 +32,6 @@ from tiebreak.reports.tables.texts import percent
 #: Plain flash attention, with the published fix, with sums in fp32 as most kernels have them, and eager attention.
 _PLANS = ("flash@paper", "stabilized@paper", "flash@fused", "standard")
 _FEWEST = 16  # sequences: with fewer a quantile over all heads has no value that is known well enough
-_LINES = "flash@paper"  # whose most biased head the rows' line is about, where it is among the kernels
 
 
 class Head(NamedTuple):
@@ -87,13 +85,14 @@ class Measured:
         yield f"{self.name}: {'; '.join([*found, *map(self._verdict, self.bias)]) or 'no kernel takes its calls'}"
         yield f"  calls       {self.calls}"
         yield f"  rows        {self._shares()}; largest score {self.largest:.3g}"
-        most = self.worst(_LINES if _LINES in self.bias else next(iter(self.bias))) if self.bias else None
+        most = self.worst(next(iter(self.bias))) if self.bias else None
         if most is not None:
             yield f"  most in     {self.heads[most]}: {self._shares(most)}"
         for name in self.bias:
             at = self.worst(name)
-            bias = f"{_told(self.interval(name, at))} ulp {'there' if at == most else f'in {self.heads[at]}'}"
-            yield f"  {name:<18}{bias}, {_told(self.interval(name))} over all heads"
+            place = "there" if at == most else f"in {self.heads[at]}"
+            bias, mean = _told(self.interval(name, at)), _told(self.interval(name))
+            yield f"  {name:<18}bias in ulp: {bias} {place}, {mean} over all heads"
         sequences = next(iter(self.rows.values())).shape[0]
         if sequences < _FEWEST:
             yield f"  intervals   none: {_FEWEST} sequences of tokens at least, {sequences} were given"
@@ -114,7 +113,7 @@ class Measured:
 
 def _told(interval: Interval) -> str:
     if math.isnan(interval.mean):
-        return "no number of"  # where all of O has cancelled, or is 0
+        return "unknown"  # all of O has cancelled, or is 0
     return f"{interval.mean:+.4f}" + (f" +- {interval.half_width:.4f}" if math.isfinite(interval.half_width) else "")
 
 
@@ -127,7 +126,7 @@ def main(arguments: Sequence[str]) -> int:
     fmt = FORMATS[options.dtype] if options.dtype else next(iter(model.formats), BF16)
     measured = measure(model, kernels, fmt, lambda line: terminal.say(f"model: {line}"))
     found = sum((measured.verdicts(name) for name in measured.bias), Counter[BiasVerdict]())
-    told = found[BiasVerdict.UNBIASED] == found.total() and not measured.refused
+    told = found[BiasVerdict.UNBIASED] == found.total() and not measured.refused and not measured.unseen
     biased = options.fair and found[BiasVerdict.BIASED]
     word = "FAIL" if measured.wrong or biased else "UNDECIDED" if options.fair and not told else "PASS"
     first, *lines = measured.lines()
@@ -138,8 +137,10 @@ def main(arguments: Sequence[str]) -> int:
 def _kernel(name: str, backend: str | None, declare: Sequence[str]) -> tuple[Kernel, Backend]:
     plan = plan_of(name)
     where = (CPU if plan is None else EMULATION).name if backend is None else backend
-    (found,) = matching_backends(Selection(backends=where))[:1]
-    return kernel_of(name, plan, found, declare), found
+    found = matching_backends(Selection(backends=where))
+    if len(found) > 1:
+        raise UsageError(f"--backend {backend}: expected one name")
+    return kernel_of(name, plan, found[0], declare), found[0]
 
 
 def measure(
@@ -236,9 +237,7 @@ class _Calls:
             self.wrong[name] = (
                 f"is another function: O is off by {off.nan_to_num().max():.0%} in a head of layer {layer}"
             )
-        cancelled = ref.o.abs() < CANCELLED * ref.magnitude
-        ulps = signed_error_ulps(o, ref.o, inputs.formats.output).masked_fill(cancelled, torch.nan)
-        return ulps.flatten(2).nanmean(2)
+        return uncancelled_ulps(o, ref, inputs.formats.output).flatten(2).nanmean(2)
 
     def measured(self, name: str) -> Measured:
         """Return all of it."""
@@ -279,10 +278,15 @@ def _parser() -> Parser:
         prog="tiebreak model",
         description="Send a model's tokens through it once, and what its attention is given through kernels: how often"
         " rows meet what rounding is biased by, and the bias of each kernel in each head.",
-        epilog="exit codes: 0 measured, 1 --fair: a bias, or one that is not told, 2 bad usage",
+        epilog="exit codes: 0 measured, 1 a kernel raised, gave NaN or another function; with --fair a bias, or one"
+        " that is not told; 2 bad usage",
     )
     add = parser.add_argument
-    add("model", metavar="FILE.py:FUNCTION", help="takes nothing and returns (module, tokens), (sequences, tokens)")
+    add(
+        "model",
+        metavar="FILE.py:FUNCTION",
+        help="takes nothing and returns (module, tokens), a row a sequence",
+    )
     add("kernel", nargs="*", metavar="KERNEL", help=f"as of tiebreak pair (default: {', '.join(_PLANS)})")
     add("--backend", metavar="NAME", help="of the kernels (default: cpu; of a plan: emulation)")
     add("--declare", action="append", default=[], metavar="WORD=VALUE", help="as of tiebreak check")

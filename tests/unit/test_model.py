@@ -44,6 +44,16 @@ def dropping():
     return make(dropout_p=0.5)
 
 
+class Twice(Model):
+    def forward(self, tokens):
+        return super().forward(tokens) + self.attend(self.embedded(tokens), dropout_p=0.5)
+
+
+def partly():
+    torch.manual_seed(1)
+    return Twice(), torch.randint(97, (160, 24))
+
+
 def leaving():
     raise SystemExit(0)
 
@@ -115,6 +125,14 @@ def test_a_kernel_that_raises_gives_nan_or_another_function_fails_without_fair_t
     assert first.startswith(f"FAIL: {file}:make: {file}:{kernel} {why}")
     assert any(line.startswith("  flash@fused") for line in lines)
     assert model.main([f"{file}:make", "--fair", f"{file}:{kernel}"]) == 1
+
+
+def test_calls_that_can_not_be_asked_leave_fairness_untold(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert model.main([f"{file}:partly", "fair", "--fair"]) == 1
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith("UNDECIDED: ")
+    assert first.endswith(" is biased in no head")
+    assert "  not asked   1 call with dropout" in lines
 
 
 @pytest.mark.parametrize(
