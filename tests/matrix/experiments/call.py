@@ -86,6 +86,7 @@ class OneCall(Experiment):
             family=of,
             at=at,
             failure=case.failure,
+            seen=case.seen,
             group=case.group,
             backward=case.gradients,
         )
