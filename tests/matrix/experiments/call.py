@@ -54,14 +54,6 @@ class OneCall(Experiment):
     plain: Case | None = None  # the same without the features that were added; None: none was
 
     @property
-    def name(self) -> str:
-        return self.case.name
-
-    @property
-    def version(self) -> int:
-        return self.case.version
-
-    @property
     def options(self) -> tuple[str, ...]:  # type: ignore[override]
         return self.case.fixed_heads.options if self.case.fixed_heads else ()
 
