@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tiebreak.cases.captured import without_cancelled
 from tiebreak.cases.case import Case, Draw, FixedHeads
+from tiebreak.cases.scripted import SEEN
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.inputs import AttentionInputs
 
@@ -49,5 +50,6 @@ TRAINED_SINK = Case(
         measured=without_cancelled,
     ),
     study=True,
+    seen=SEEN["trained_sink"],
     group="seen in a trained model",
 )

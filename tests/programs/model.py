@@ -26,6 +26,10 @@ from tiebreak.programs.pair import kernel_of, plan_of
 from tiebreak.reports import terminal
 from tiebreak.reports.cli import FAILED, PASSED, Parser
 from tiebreak.reports.errors import UsageError
+from tiebreak.reports.records.decode import SCHEMA, encode
+from tiebreak.reports.records.record import Estimate
+from tiebreak.reports.tables import grids
+from tiebreak.reports.tables.grids import Grid
 from tiebreak.reports.tables.run import counted
 from tiebreak.reports.tables.texts import percent
 
@@ -85,19 +89,48 @@ class Measured:
         yield f"{self.name}: {'; '.join([*found, *map(self._verdict, self.bias)]) or 'no kernel takes its calls'}"
         yield f"  calls       {self.calls}"
         yield f"  rows        {self._shares()}; largest score {self.largest:.3g}"
-        most = self.worst(next(iter(self.bias))) if self.bias else None
-        if most is not None:
+        if self.bias:
+            most = self.worst(next(iter(self.bias)))
             yield f"  most in     {self.heads[most]}: {self._shares(most)}"
-        for name in self.bias:
-            at = self.worst(name)
-            place = "there" if at == most else f"in {self.heads[at]}"
-            bias, mean = _told(self.interval(name, at)), _told(self.interval(name))
-            yield f"  {name:<18}bias in ulp: {bias} {place}, {mean} over all heads"
+            yield f"  bias there  {', '.join(f'{name} {_told(self.interval(name, most))}' for name in self.bias)} ulp"
         sequences = next(iter(self.rows.values())).shape[0]
         if sequences < _FEWEST:
             yield f"  intervals   none: {_FEWEST} sequences of tokens at least, {sequences} were given"
-        yield from (f"  {name:<18}not asked: {why}" for name, why in self.refused.items())
+        yield from (f"  not asked   {name}: {why}" for name, why in self.refused.items())
         yield from (f"  not asked   {counted(count, 'call')} with {why}" for why, count in self.unseen.items())
+
+    @property
+    def table(self) -> Grid:
+        """The kernels: in how many heads each is biased, the head where it is most surely, and its mean over all."""
+        rows = []
+        for name in self.bias:
+            found, worst = self.verdicts(name), self.worst(name)
+            counts = (
+                found[BiasVerdict.BIASED],
+                len(self.heads) - found[BiasVerdict.BIASED] - found[BiasVerdict.UNBIASED],
+            )
+            at, means = f"{self.heads[worst].layer}, {self.heads[worst].head}", (worst, None)
+            rows.append([name, *counts, at, *(_told(self.interval(name, head)) for head in means)])
+        return Grid(["kernel", "biased", "undecided", "layer, head of most", "its bias", "of all heads"], rows)
+
+    def as_json(self) -> str:
+        """Return all of it: kernels, and heads with the shares of their rows and the bias of each kernel."""
+
+        def bias(name: str, head: int | None = None) -> Estimate:
+            interval = self.interval(name, head)
+            return Estimate.of(interval.mean, interval.half_width)
+
+        kept = {name: getattr(self, name) for name in ("name", "calls", "largest", "refused", "wrong", "unseen")}
+        heads = [
+            {
+                **head._asdict(),
+                "rows": {what: share[:, at].mean().item() for what, share in self.rows.items()},
+                "bias": {name: bias(name, at) for name in self.bias},
+                "verdict": {name: judge(self.interval(name, at)).value for name in self.bias},
+            }
+            for at, head in enumerate(self.heads)
+        ]
+        return encode({"schema": SCHEMA, **kept, "bias": {name: bias(name) for name in self.bias}, "heads": heads}, 2)
 
     def _verdict(self, kernel: str) -> str:
         found = self.verdicts(kernel)
@@ -120,6 +153,7 @@ def _told(interval: Interval) -> str:
 def main(arguments: Sequence[str]) -> int:
     """Run the verb `model`: print what there is to say; a kernel that is no attention fails, with --fair a bias too."""
     options = _parser().parse_intermixed_args(arguments)
+    terminal.check_folders(json=options.json)
     names = list(dict.fromkeys(options.kernel or _PLANS))
     kernels = {name: _kernel(name, options.backend, options.declare) for name in names}
     model = own_model(options.model, "")
@@ -130,7 +164,11 @@ def main(arguments: Sequence[str]) -> int:
     biased = options.fair and found[BiasVerdict.BIASED]
     word = "FAIL" if measured.wrong or biased else "UNDECIDED" if options.fair and not told else "PASS"
     first, *lines = measured.lines()
-    print("\n".join([f"{word}: {first}", *lines]))
+    if options.json != terminal.STDOUT:
+        terminal.show("\n".join([f"{word}: {first}", *lines]))
+        if options.verbose:
+            grids.show(["", measured.table])
+    terminal.write(f"{measured.as_json()}\n", options.json)
     return PASSED if word == "PASS" else FAILED
 
 
@@ -291,5 +329,7 @@ def _parser() -> Parser:
     add("--backend", metavar="NAME", help="of the kernels (default: cpu; of a plan: emulation)")
     add("--declare", action="append", default=[], metavar="WORD=VALUE", help="as of tiebreak check")
     add("--dtype", choices=FORMATS, help="of q, k and v (default: the model's, of one in fp32 bf16)")
+    add("-v", "--verbose", action="store_true", help="show each kernel's heads too, as a table")
+    add("--json", metavar="FILE", help="write it as JSON too, head by head; -: to the terminal, and nothing else")
     add("--fair", action="store_true", help="fail where a head is biased, or where that is not told")
     return parser

@@ -54,14 +54,6 @@ class OneCall(Experiment):
     plain: Case | None = None  # the same without the features that were added; None: none was
 
     @property
-    def name(self) -> str:
-        return self.case.name
-
-    @property
-    def version(self) -> int:
-        return self.case.version
-
-    @property
     def options(self) -> tuple[str, ...]:  # type: ignore[override]
         return self.case.fixed_heads.options if self.case.fixed_heads else ()
 
@@ -86,6 +78,7 @@ class OneCall(Experiment):
             family=of,
             at=at,
             failure=case.failure,
+            seen=case.seen,
             group=case.group,
             backward=case.gradients,
         )
