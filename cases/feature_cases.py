@@ -411,8 +411,7 @@ def _usual_slopes(inputs: AttentionInputs) -> Tensor:
 def _sink(inputs: AttentionInputs, below: float | None) -> AttentionInputs:
     """Add a sink `below` the lowest maximum of a head's rows, rounded to the inputs' format."""
     s = products(inputs) if inputs.added is None else products(inputs) + inputs.added
-    hidden = inputs.hidden()
-    top = (s if hidden is None else s.masked_fill(hidden, -torch.inf)).amax(-1)
+    top = inputs.visible(s).amax(-1)
     lowest = top.masked_fill(top == -torch.inf, torch.inf).amin((0, 2)).nan_to_num(nan=0.0, posinf=0.0)
     sink = lowest - (24.0 if below is None else below)
     return replace(inputs, sink=sink.to(torch.bfloat16).float())
