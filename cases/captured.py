@@ -27,6 +27,7 @@ from torch import Tensor
 
 from tiebreak.cases.case import Case, Draw, FixedHeads
 from tiebreak.cases.errors import Errors, by_key_head, signed_error_ulps
+from tiebreak.cases.scripted import SEEN
 from tiebreak.kernels.formats import BF16, FP16, FP32, Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.reference import Reference
@@ -343,5 +344,6 @@ TRAINED_SINK = Case(
         measured=without_cancelled,
     ),
     study=True,
+    seen=SEEN["trained_sink"],
     group="seen in a trained model",
 )

@@ -4,6 +4,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,10 @@ from tiebreak.programs.pair import kernel_of, plan_of
 from tiebreak.reports import terminal
 from tiebreak.reports.cli import FAILED, PASSED, Parser
 from tiebreak.reports.errors import UsageError
+from tiebreak.reports.records.decode import SCHEMA, encode
+from tiebreak.reports.records.record import Estimate
+from tiebreak.reports.tables import grids
+from tiebreak.reports.tables.grids import Grid
 from tiebreak.reports.tables.run import counted
 from tiebreak.reports.tables.texts import percent
 
@@ -53,14 +58,30 @@ class Measured:
     kernels: Mapping[str, tuple[Kernel, Backend]]
     fmt: Format
     tell: Callable[[str], None]
-    bias: dict[str, list[Tensor]]  # ulp, by kernel, of those that took all calls
+    errors: dict[str, list[Tensor]]  # ulp, by kernel, of those that took all calls
     heads: list[Head] = field(default_factory=list)
-    rows: defaultdict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))  # shares by what they meet
+    met: defaultdict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))  # shares of rows, by what
     scores: list[float] = field(default_factory=list)  # the largest of each layer
     refused: dict[str, str] = field(default_factory=dict)  # kernels that take no such calls, and why
     wrong: dict[str, str] = field(default_factory=dict)  # kernels that raised, gave NaN or another function, and where
     unseen: Counter[str] = field(default_factory=Counter)  # calls that were not asked, by why
     shapes: Counter[str] = field(default_factory=Counter)
+
+    @cached_property
+    def bias(self) -> Mapping[str, Tensor]:
+        """The mean errors of all heads, (sequences, heads), by kernel."""
+        return {kernel: torch.cat(errors, 1) for kernel, errors in self.errors.items()}
+
+    @cached_property
+    def rows(self) -> Mapping[str, Tensor]:
+        """The shares of rows of all heads, likewise, by what they meet."""
+        return {what: torch.cat(shares, 1) for what, shares in self.met.items()}
+
+    @property
+    def calls(self) -> str:
+        """The shapes of all calls."""
+        shapes = "; ".join(f"{counted(count, 'layer')} of {shape}" for shape, count in self.shapes.items())
+        return f"{shapes}; q, k, v in {self.fmt.name}"
 
     def look(
         self, place: Place, call: Callable[[], AttentionCall], out: Tensor, to_heads: Callable[[Tensor], Tensor]
@@ -76,13 +97,13 @@ class Measured:
         self.tell(f"layer {layer}, {place.module}")
         met, largest = _met(inputs, ref)
         for what, share in met.items():
-            self.rows[what].append(share)
+            self.met[what].append(share)
         self.scores.append(largest)
-        for name in list(self.bias):
-            if (bias := self._ask(name, inputs, ref, layer)) is None:
-                del self.bias[name]
+        for name in list(self.errors):
+            if (error := self._ask(name, inputs, ref, layer)) is None:
+                del self.errors[name]
             else:
-                self.bias[name].append(bias)
+                self.errors[name].append(error)
         (sequences, heads, queries, d), (key_heads, keys) = inputs.q.shape, inputs.k.shape[1:3]
         self.heads.extend(Head(place.module, layer, head) for head in range(heads))
         seen = f"{queries} queries, {keys} keys, d {d}{', causal' if inputs.causal else ''}"
@@ -111,7 +132,7 @@ class Measured:
 
     def interval(self, kernel: str, head: int | None = None) -> Interval:
         """Return a kernel's bias in one head, at the confidence of all heads together, or in the mean of all."""
-        bias = torch.cat(self.bias[kernel], 1)
+        bias = self.bias[kernel]
         values, of = (bias.nanmean(1), 1) if head is None else (bias[:, head], bias.shape[1])
         values = values[values.isfinite()]
         count = values.numel()
@@ -133,21 +154,59 @@ class Measured:
         """Yield the verdict, after its first word, and what it rests on."""
         found = [f"{kernel} {why}" for kernel, why in self.wrong.items()]
         yield f"{self.name}: {'; '.join([*found, *map(self._verdict, self.bias)]) or 'no kernel takes its calls'}"
-        calls = "; ".join(f"{counted(count, 'layer')} of {shape}" for shape, count in self.shapes.items())
-        yield f"  calls       {calls}; q, k, v in {self.fmt.name}"
+        yield f"  calls       {self.calls}"
         yield f"  rows        {self._shares()}; largest score {max(self.scores):.3g}"
-        most = self.worst(next(iter(self.bias))) if self.bias else None
-        if most is not None:
+        if self.bias:
+            most = self.worst(next(iter(self.bias)))
             yield f"  most in     {self.heads[most]}: {self._shares(most)}"
-        for name in self.bias:
-            at = self.worst(name)
-            place = "there" if at == most else f"in {self.heads[at]}"
-            bias, mean = _told(self.interval(name, at)), _told(self.interval(name))
-            yield f"  {name:<18}bias in ulp: {bias} {place}, {mean} over all heads"
-        if (sequences := len(next(iter(self.rows.values()))[0])) < _FEWEST:
+            yield f"  bias there  {', '.join(f'{name} {_told(self.interval(name, most))}' for name in self.bias)} ulp"
+        sequences = next(iter(self.rows.values())).shape[0]
+        if sequences < _FEWEST:
             yield f"  intervals   none: {_FEWEST} sequences of tokens at least, {sequences} were given"
-        yield from (f"  {name:<18}not asked: {why}" for name, why in self.refused.items())
+        yield from (f"  not asked   {name}: {why}" for name, why in self.refused.items())
         yield from (f"  not asked   {counted(count, 'call')} with {why}" for why, count in self.unseen.items())
+
+    @property
+    def table(self) -> Grid:
+        """The kernels: in how many heads each is biased, the head where it is most surely, and its mean over all."""
+        rows = []
+        for name in self.bias:
+            found, worst = self.verdicts(name), self.worst(name)
+            counts = (
+                found[BiasVerdict.BIASED],
+                len(self.heads) - found[BiasVerdict.BIASED] - found[BiasVerdict.UNBIASED],
+            )
+            at, means = f"{self.heads[worst].layer}, {self.heads[worst].head}", (worst, None)
+            rows.append([name, *counts, at, *(_told(self.interval(name, head)) for head in means)])
+        return Grid(["kernel", "biased", "undecided", "layer, head of most", "its bias", "of all heads"], rows)
+
+    def as_json(self) -> str:
+        """Return all of it: kernels, and heads with the shares of their rows and the bias of each kernel."""
+
+        def bias(name: str, head: int | None = None) -> Estimate:
+            interval = self.interval(name, head)
+            return Estimate.of(interval.mean, interval.half_width)
+
+        kept = {name: getattr(self, name) for name in ("name", "calls", "refused", "wrong", "unseen")}
+        heads = [
+            {
+                **head._asdict(),
+                "rows": {what: share[:, at].mean().item() for what, share in self.rows.items()},
+                "bias": {name: bias(name, at) for name in self.bias},
+                "verdict": {name: judge(self.interval(name, at)).value for name in self.bias},
+            }
+            for at, head in enumerate(self.heads)
+        ]
+        return encode(
+            {
+                "schema": SCHEMA,
+                **kept,
+                "largest": max(self.scores),
+                "bias": {name: bias(name) for name in self.bias},
+                "heads": heads,
+            },
+            2,
+        )
 
     def _verdict(self, kernel: str) -> str:
         found = self.verdicts(kernel)
@@ -158,8 +217,7 @@ class Measured:
 
     def _shares(self, head: int | None = None) -> str:
         every = slice(None) if head is None else head
-        rows = {what: torch.cat(shares, 1)[:, every].mean().item() for what, shares in self.rows.items()}
-        return ", ".join(f"{what} in {percent(share)}" for what, share in rows.items())
+        return ", ".join(f"{what} in {percent(share[:, every].mean().item())}" for what, share in self.rows.items())
 
 
 def _told(interval: Interval) -> str:
@@ -171,6 +229,7 @@ def _told(interval: Interval) -> str:
 def main(arguments: Sequence[str]) -> int:
     """Run the verb `model`: print what there is to say; a kernel that is no attention fails, with --fair a bias too."""
     options = _parser().parse_intermixed_args(arguments)
+    terminal.check_folders(json=options.json)
     names = list(dict.fromkeys(options.kernel or _PLANS))
     kernels = {name: _kernel(name, options.backend, options.declare) for name in names}
     model = own_model(options.model, "")
@@ -181,7 +240,11 @@ def main(arguments: Sequence[str]) -> int:
     biased = options.fair and found[BiasVerdict.BIASED]
     word = "FAIL" if measured.wrong or biased else "UNDECIDED" if options.fair and not told else "PASS"
     first, *lines = measured.lines()
-    print("\n".join([f"{word}: {first}", *lines]))
+    if options.json != terminal.STDOUT:
+        terminal.show("\n".join([f"{word}: {first}", *lines]))
+        if options.verbose:
+            grids.show(["", measured.table])
+    terminal.write(f"{measured.as_json()}\n", options.json)
     return PASSED if word == "PASS" else FAILED
 
 
@@ -209,7 +272,7 @@ def measure(
     """
     if len(set(map(tuple, model.tokens.tolist()))) < len(model.tokens):
         raise UsageError(f"{model.name}: tokens has a sequence twice, and sequences are the samples")
-    calls = Measured(model.name, kernels, fmt, tell, bias={name: [] for name in kernels})
+    calls = Measured(model.name, kernels, fmt, tell, errors={name: [] for name in kernels})
     watch = ModelWatch(model.module, {}, calls.look)
     try:
         with torch.no_grad(), watch.installed():
@@ -217,10 +280,10 @@ def measure(
             model.module(model.tokens)
     except (Exception, SystemExit) as error:  # whatever a user's model raises
         raise UsageError(f"{model.name}: the model raised {shown(error)}") from error
-    if not calls.rows:
+    if not calls.met:
         why = "; ".join(f"calls with {why}" for why in calls.unseen) or "it calls neither torch's nor Hugging Face's"
         raise UsageError(f"{model.name}: no call of attention could be asked: {why}")
-    if len({len(share) for shares in calls.rows.values() for share in shares}) > 1:
+    if len({len(share) for shares in calls.met.values() for share in shares}) > 1:
         raise UsageError(f"{model.name}: its layers are called with different numbers of sequences")
     return calls
 
@@ -259,5 +322,7 @@ def _parser() -> Parser:
     add("--backend", metavar="NAME", help="of the kernels (default: cpu; of a plan: emulation)")
     add("--declare", action="append", default=[], metavar="WORD=VALUE", help="as of tiebreak check")
     add("--dtype", choices=FORMATS, help="of q, k and v (default: the model's, of one in fp32 bf16)")
+    add("-v", "--verbose", action="store_true", help="show each kernel's heads too, as a table")
+    add("--json", metavar="FILE", help="write it as JSON too, head by head; -: to the terminal, and nothing else")
     add("--fair", action="store_true", help="fail where a head is biased, or where that is not told")
     return parser

@@ -78,6 +78,7 @@ class OneCall(Experiment):
             family=of,
             at=at,
             failure=case.failure,
+            seen=case.seen,
             group=case.group,
             backward=case.gradients,
         )
