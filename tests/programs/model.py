@@ -197,16 +197,8 @@ class Measured:
             }
             for at, head in enumerate(self.heads)
         ]
-        return encode(
-            {
-                "schema": SCHEMA,
-                **kept,
-                "largest": max(self.scores),
-                "bias": {name: bias(name) for name in self.bias},
-                "heads": heads,
-            },
-            2,
-        )
+        kept["largest"] = max(self.scores)
+        return encode({"schema": SCHEMA, **kept, "bias": {name: bias(name) for name in self.bias}, "heads": heads}, 2)
 
     def _verdict(self, kernel: str) -> str:
         found = self.verdicts(kernel)
