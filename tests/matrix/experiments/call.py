@@ -303,7 +303,7 @@ def _evidence(sample: Sample, backward: BackwardPasses | None) -> dict[str, Any]
     if isinstance(kernel := sample.cell.kernel, UserKernel) and (names := kernel.caller.convention.never_given):
         evidence["not given"] = ", ".join(names) + " (dropout is not judged)" * ("dropout" in " ".join(names))
     heads = heads_to_tell(sample.errors.bias, sample.heads)
-    if sample.verdict is BiasVerdict.UNDECIDED and heads < MOST_HEADS:
+    if sample.verdict is BiasVerdict.UNDECIDED and heads < MOST_HEADS and not sample.exhausted:
         evidence["heads_to_tell"] = heads
     for look in looks().values():
         evidence |= look.looks(sample)
