@@ -25,7 +25,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tiebreak.backends.backend import CPU, EMULATION, Backend
-from tiebreak.cases.batch import Batch
 from tiebreak.cases.bounds import UNDECLARED
 from tiebreak.cases.captured import captured_cases
 from tiebreak.cases.case import Case
@@ -40,7 +39,7 @@ from tiebreak.matrix.checks import checks
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.run import run_cell
-from tiebreak.matrix.workbench import Settings, Workbench
+from tiebreak.matrix.workbench import Settings, SharedBatch, Workbench
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import FAILED, Record
 from tiebreak.reports.terminal import runnable
@@ -184,7 +183,7 @@ def backward_sizes(inputs: AttentionInputs) -> list[tuple[Format, float]]:
     return [(fmt, p), (fmt, ds), (fmt, keys * ds * k * most), (fmt, queries * ds * q * most), (fmt, queries * do)]
 
 
-def open_to_reading(batch: Batch, kernel: Kernel) -> set[str]:
+def open_to_reading(batch: SharedBatch, kernel: Kernel) -> set[str]:
     """The checks of what kernels answer differently where an Inf or NaN was planted.
 
     A row that sees nothing but -Inf is NaN to some, and zeros, as a masked one, to others (FlashAttention-1, the
@@ -204,7 +203,7 @@ def open_to_reading(batch: Batch, kernel: Kernel) -> set[str]:
     return {"gradients"} if lost_in_v else set()
 
 
-def not_held_to(batch: Batch, kernel: Kernel) -> set[str]:
+def not_held_to(batch: SharedBatch, kernel: Kernel) -> set[str]:
     """The checks that a sound kernel may fail on an input: numbers leave the formats that it keeps them in."""
     # Of means over heads: here are too few.
     names = {name for name, check in checks().items() if check.described.judges} | open_to_reading(batch, kernel)
