@@ -103,6 +103,7 @@ class Case:
     recipe: Recipe  # makes one batch of heads
     claims: tuple[Claim, ...] = ()  # the first that concerns a kernel holds for it
     failure: bool = False  # an input on which rounding is known to fail: --fair asks for no bias here
+    seen: str = ""  # which trained models' attention has met what it scripts, and how often; "": none is known
     gradients: bool = False  # whether the backward pass is run and measured too
     normal: bool = False  # normal numbers: no accepted plan in 16 bits is biased on them
     traced: bool = False  # whether the error trace of one element of O-bar is recorded

@@ -386,10 +386,18 @@ _GROUPS["masks, NaN, Inf, subnormal and very large numbers"] = {
 }
 
 
+#: What MiniLM's and SmolLM2's attention has met of them, and how often (docs/science.md, "Trained models").
+SEEN = {
+    "near_tie_inside": "two largest scores within 1e-3 in 0.17 % of MiniLM's rows, 0.08 % of SmolLM2's",
+    "single_maximum_sink": "one P above 0.9 in 1.81 % of MiniLM's rows, 9.66 % of SmolLM2's",
+    "trained_sink": "one P above 0.9 in 93.78 % of the rows of this head of SmolLM2",
+}
+
+
 def named(groups: Mapping[str, Mapping[str, Case]]) -> tuple[Case, ...]:
     """Return cases by what they are about, and by name, with all that is claimed about them."""
     return tuple(
-        replace(case, name=name, group=group, claims=(*case.claims, *claims_about(name)))
+        replace(case, name=name, group=group, seen=SEEN.get(name, ""), claims=(*case.claims, *claims_about(name)))
         for group, cases in groups.items()
         for name, case in cases.items()
     )

@@ -43,20 +43,16 @@ class Verb(NamedTuple):
     """One verb of the command."""
 
     target: str  # module:function, of the arguments, that returns the exit code
-    help: str = ""  # what it is for; "": its module's first line says it
+    help: str = ""  # what it is for; "": the first line of its docstring says it, or of its module's if it is `main`
     origin: str = "tiebreak"  # the package that brings it, with its version
 
 
-#: The core's, by their words: `list.cases` is `tiebreak list cases`.
+#: The core's, by their words; of a plug-in, `list.cases` is `tiebreak list cases`.
 VERBS: Mapping[str, Verb] = {
     "check": Verb("tiebreak.programs.check:main", "a kernel of your own: the verdict, and what it rests on"),
     "show": Verb("tiebreak.reports.tables.show:main", "the table of one run, or of another file; training over seeds"),
     "compare": Verb("tiebreak.reports.tables.compare:main", "several runs side by side: what agrees to the bit"),
     "gate": Verb("tiebreak.reports.gate.report:main", "fail if a run is worse than a baseline"),
-    "list.backends": Verb("tiebreak.programs.listing:backends", "where kernels run, and which package brings each"),
-    "list.cases": Verb("tiebreak.programs.listing:cases", "inputs and training runs, a line each; all of one"),
-    "list.kernels": Verb("tiebreak.programs.listing:kernels", "of every backend, and adapters of packages"),
-    "list.plans": Verb("tiebreak.programs.listing:plans", "rounding plans and shift rules: what --plan takes"),
 }
 _CODES = "exit codes: 0 all passed, 1 a claim or the gate failed, 2 bad usage or unreadable input"
 
@@ -115,12 +111,15 @@ def verbs() -> dict[str, Verb]:
 
 
 def _help(verb: Verb) -> str:
-    """Return the help of a verb: for a plug-in's, the first line of its module's docstring, without importing it."""
+    """Return the help of a verb: for a plug-in's, the first line of its docstring, without importing it."""
     if verb.help:
         return verb.help
+    module, _, name = verb.target.partition(":")
     try:
-        loader = find_spec(verb.target.partition(":")[0]).loader  # type: ignore[union-attr]
-        text = ast.get_docstring(ast.parse(loader.get_source(loader.name))) or ""  # type: ignore[union-attr]
+        loader = find_spec(module).loader  # type: ignore[union-attr]
+        tree = ast.parse(loader.get_source(loader.name))  # type: ignore[union-attr]
+        functions = {each.name: each for each in tree.body if isinstance(each, ast.FunctionDef)}
+        text = ast.get_docstring(tree if name == "main" else functions.get(name, tree)) or ""
     except Exception as error:  # whatever somebody's package raises as it is looked for
         return f"of {verb.origin}, not to be read ({type(error).__name__})"
     line = text.partition("\n")[0]

@@ -218,6 +218,7 @@ class CaseRecord(Data, frozen=True):
     family: str | None = None  # what varies between cases that belong together
     at: Number | None = None  # the place of the case in its family
     failure: bool = False  # whether it is an input on which rounding is known to fail
+    seen: str = ""  # which trained models' attention has met what it scripts, and how often; empty: none is known
     group: str = ""  # the heading of its cases; empty: undecided
     backward: bool = False  # whether the backward pass is run and measured too
     figure: SeriesFigure | None = None  # of its readings

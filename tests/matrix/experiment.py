@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from tiebreak.backends.backend import Backend
 from tiebreak.cases.case import Case
@@ -39,18 +39,19 @@ class Experiment(ABC):
     """One way of running a kernel, to measures and answers; a case of calls, a training run, a question."""
 
     kind: ClassVar[str]  # name of its kind
+    case: Any  # what it runs on, with a name and a version: a case, a snippet, a question
     options: tuple[str, ...] = ()  # of the command line, that bring it in
     time_limit: ClassVar[float] = 60.0  # seconds that a cell of a user's kernel may take
 
     @property
-    @abstractmethod
     def name(self) -> str:
         """The name in tables and for --cases."""
+        return str(self.case.name)
 
     @property
-    @abstractmethod
     def version(self) -> int:
         """The version: records of other versions are not comparable."""
+        return int(self.case.version)
 
     @property
     def tags(self) -> frozenset[str]:

@@ -7,7 +7,6 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from tiebreak.cases.batch import Batch
 from tiebreak.cases.claims import Claim, no_worse, predicted
 from tiebreak.cases.errors import Errors, by_key_head, difference, in_units, merge
 from tiebreak.cases.gradients import GradientErrors, delta_errors_of, equation_cosines
@@ -19,7 +18,7 @@ from tiebreak.kernels.plans import FP32_INSIDE
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.result import HeldTo
-from tiebreak.matrix.workbench import CaseBench, Fit, equal_bits
+from tiebreak.matrix.workbench import CaseBench, Fit, SharedBatch, equal_bits
 
 #: O in fp32 throughout, rounded once: what no deterministic kernel of that output format does better.
 ROUNDED = Declaration(FLASH_ATTENTION, FP32_INSIDE, SHIFT_RULES["safe"])
@@ -55,7 +54,7 @@ class OnTheWhole:
     gains: tuple[Tensor, ...]  # sum(error * reference) / sum(reference^2) of dQ, dK and dV
 
     @classmethod
-    def of(cls, gradients: Gradients, batch: Batch) -> "OnTheWhole":
+    def of(cls, gradients: Gradients, batch: SharedBatch) -> "OnTheWhole":
         """Return the factors of a batch."""
         exact, groups = batch.gradients.gradients, (batch.inputs.groups, 1, 1)  # K and V have key heads alone
         pairs = zip((gradients.dq, gradients.dk, gradients.dv), exact, groups, strict=True)
@@ -90,7 +89,7 @@ class Sample:
         return sum(output.o.shape[0] * output.o.shape[1] for output in self.outputs)
 
     @property
-    def first(self) -> Batch:
+    def first(self) -> SharedBatch:
         """The first batch, the only one on which gradients are bounded and rows examined."""
         return self.bench.batch(0)
 

@@ -12,13 +12,15 @@ from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
 from tiebreak.matrix.experiment import Experiment
 from tiebreak.matrix.experiments import kinds, offered
 from tiebreak.matrix.experiments.call import OneCall
+from tiebreak.reports import terminal
 from tiebreak.reports.cli import PASSED, Parser
 from tiebreak.reports.names import pick
+from tiebreak.reports.records.decode import encode
+from tiebreak.reports.records.record import CaseRecord
 
 _INDENT = "  "
+SCRIPTED, SEEN = "scripted", "seen"  # marks of inputs: made up, or met by trained models
 _DECLARED = "A kernel's declared plan is an assumption: each run compares it with the kernel's bits."
-_FAILURE = "!"  # before the line of a failure input
-_INPUT = "; a failure input"
 
 
 def groups() -> dict[str, dict[str, Experiment]]:
@@ -33,23 +35,37 @@ def groups() -> dict[str, dict[str, Experiment]]:
 
 
 def cases(arguments: Sequence[str]) -> int:
-    """Print the cases that a command line names."""
+    """Print inputs and training runs, a line each; all of those that are named."""
     experiments = {name: each for group in groups().values() for name, each in group.items()}
     about = "Inputs and short training runs that kernels are put through."
-    if named := matching("case", about, arguments, experiments):
+    parser = parser_of("case", about)
+    parser.add_argument("--json", metavar="FILE", help="write them as JSON too; -: to the terminal, and nothing else")
+    options = parser.parse_args(arguments)
+    terminal.check_folders(json=options.json)
+    named = matching("case", options.names, experiments)
+    told = {name: experiments[name].described() for name in named or experiments}
+    terminal.write(encode(told, indent=2) + "\n", options.json)
+    if options.json == terminal.STDOUT:
+        return PASSED
+    if named:
         print("\n\n".join("\n".join(described(experiments[name])) for name in named))
         return PASSED
-    lines = {name: f"{_FAILURE if it.failure else ' '} {it.about}"
-             for name, each in experiments.items() for it in [each.described()]}  # fmt: skip
+    lines = {name: f"{_origin(it):8} {it.about}{f' ({it.seen})' if it.seen else ''}" for name, it in told.items()}
     _print(
         {heading: {name: lines[name] for name in group} for heading, group in groups().items()},
-        f"{_FAILURE}: an input on which rounding is known to fail. `tiebreak list cases NAME` tells all of one.",
+        f"{SCRIPTED}: an input on which rounding is known to fail, which no trained model is known to meet; {SEEN}: two"
+        " models do, so often. `tiebreak list cases NAME` tells all of one.",
     )
     return PASSED
 
 
+def _origin(case: CaseRecord) -> str:
+    """Return the mark of a case: whether trained models meet it, or it is a failure input that is made up."""
+    return SEEN if case.seen else SCRIPTED if case.failure else ""
+
+
 def backends(arguments: Sequence[str]) -> int:
-    """Print the backends."""
+    """Print where kernels run, and which package brings each."""
     about = "Where kernels run: what --backend takes, or path/to/file.py:NAME."
     Parser(prog="tiebreak list backends", description=about).parse_args(arguments)
     groups: dict[str, dict[str, str]] = {}
@@ -62,7 +78,7 @@ def backends(arguments: Sequence[str]) -> int:
 
 
 def kernels(arguments: Sequence[str]) -> int:
-    """Print the kernels."""
+    """Print the kernels of every backend, and adapters of packages."""
     about = "The kernels of a default run, by backend, and adapters that --kernel takes."
     Parser(prog="tiebreak list kernels", description=about).parse_args(arguments)
     groups: dict[str, dict[str, str]] = {}
@@ -78,7 +94,7 @@ def kernels(arguments: Sequence[str]) -> int:
 
 
 def plans(arguments: Sequence[str]) -> int:
-    """Print the plans and shift rules."""
+    """Print rounding plans and shift rules: what --plan takes."""
     about = "Rounding plans and shift rules: --plan and --kernels take rule@plan."
     Parser(prog="tiebreak list plans", description=about).parse_args(arguments)
     plans = {name: _plan_text(plan) for name, plan in PLANS.items()}
@@ -93,11 +109,15 @@ def plans(arguments: Sequence[str]) -> int:
     return PASSED
 
 
-def matching(kind: str, about: str, arguments: Sequence[str], known: Collection[str]) -> list[str]:
-    """Return the known names that a command line's names and globs match; UsageError: one has none."""
+def parser_of(kind: str, about: str) -> Parser:
+    """Return the parser of a command line that names some of a kind."""
     parser = Parser(prog=f"tiebreak list {kind}s", description=about)
     parser.add_argument("names", nargs="*", metavar="NAME", help="tell all of these alone; globs allowed")
-    names = parser.parse_args(arguments).names
+    return parser
+
+
+def matching(kind: str, names: Sequence[str], known: Collection[str]) -> list[str]:
+    """Return the known names that names and globs match, none where none is given; UsageError: one has none."""
     return pick(kind, ",".join(names), known, f"`tiebreak list {kind}s` names") if names else []
 
 
@@ -116,7 +136,9 @@ def described(experiment: Experiment) -> Iterator[str]:
     it = experiment.described()
     rows = [("is", it.about), ("source", it.source), ("version", str(experiment.version))]
     if isinstance(experiment, OneCall):
-        rows.append(("measured", f"{'dQ, dK and dV too' if it.backward else 'O alone'}{_INPUT * it.failure}"))
+        rows.append(("measured", "dQ, dK and dV too" if it.backward else "O alone"))
+        rows.append(("failure", "rounding is known to fail on it" if it.failure else ""))
+        rows.append((_origin(it), it.seen or "no trained model is known to meet it" * it.failure))
         rows += [("claim", _claim_text(claim)) for claim in experiment.case.claims]
     rows += experiment.told()
     if it.unclaimed:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 
-from tiebreak.programs.listing import lines_of, matching
+from tiebreak.programs.listing import lines_of, matching, parser_of
 from tiebreak.reports.cli import PASSED
 
 
@@ -29,8 +29,8 @@ VENDOR_PLANS: Mapping[str, VendorPlan] = {name: VendorPlan(name, **table) for na
 def main(arguments: Sequence[str]) -> int:
     """Run the verb `list vendors`; see `tiebreak.reports.cli.main`."""
     about = "What vendors' kernels round, by their sources, as --plan takes it."
-    lines = []
-    for plan in (VENDOR_PLANS[name] for name in matching("vendor", about, arguments, VENDOR_PLANS) or VENDOR_PLANS):
+    names, lines = parser_of("vendor", about).parse_args(arguments).names, []
+    for plan in (VENDOR_PLANS[name] for name in matching("vendor", names, VENDOR_PLANS) or VENDOR_PLANS):
         rows = [("plan", plan.plan), ("source", f"{plan.source} ({plan.version})")]
         rows += [("rests on", plan.rests_on), ("note", plan.note)]
         lines.append("\n".join(lines_of(f"{plan.name}: {plan.kernel}", rows)))

@@ -62,7 +62,7 @@ def test_help_says_what_there_is(name: str, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("", "tiebreak: a verb is missing: known are check, show, compare, gate, list, audit"),
+        ("", "tiebreak: a verb is missing: known are check, show, compare, gate, audit"),
         ("shew", "tiebreak: unknown verb 'shew': known are check, show, compare, gate"),
         ("list case", "tiebreak list: unknown verb 'case': known are backends, cases, kernels, plans"),
         ("show", "tiebreak show: the following arguments are required: FILE"),

@@ -15,13 +15,13 @@ import torch
 
 from tiebreak.backends.backend import EMULATION
 from tiebreak.backends.emulation.rounding import round_to
-from tiebreak.cases.batch import Batch
 from tiebreak.cases.errors import measure
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.cases.verdicts import judge
 from tiebreak.kernels.formats import FP32, Format, Formats, parse_format
 from tiebreak.kernels.reference import reference
 from tiebreak.kernels.shift_rules import SHIFT_RULES
+from tiebreak.matrix.workbench import SharedBatch
 from tiebreak.reports.page.svg import Figure, Series, as_file, draw
 from tiebreak.reports.records.record import NONFINITE
 from tiebreak.studies.pages import DOCS, read_rows, write_rows
@@ -86,12 +86,12 @@ def rows(task: Task, kernels: Sequence[str]) -> Iterator[Row]:
         yield Row(task.format, task.case, kernel, bias, half_width, verdict, *others)
 
 
-def _batch(name: str, fmt: Format) -> Batch:
+def _batch(name: str, fmt: Format) -> SharedBatch:
     """Return a case's first batch with V, P-bar and O in a format."""
     made = next(case for case in SCRIPTED if case.name == name).make(SEED, 0, HEADS, FP32)
     formats = Formats(inputs=FP32, v=fmt, operands=fmt, output=fmt)
     inputs = replace(made, v=round_to(made.v, fmt), formats=formats)
-    return Batch(inputs, reference(inputs))
+    return SharedBatch(inputs, reference(inputs))
 
 
 def picture(rows: Sequence[Row]) -> str:

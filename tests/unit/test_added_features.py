@@ -11,7 +11,6 @@ from numpy.random import Generator, Philox
 from torch import Tensor
 
 from tiebreak.backends.backend import CPU, EMULATION
-from tiebreak.cases.batch import Batch
 from tiebreak.cases.case import Case, Draw, Shape, normal_numbers
 from tiebreak.cases.errors import measure
 from tiebreak.cases.feature_cases import EVERY, VARIED, added_features, with_features
@@ -36,7 +35,7 @@ from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.options import command
 from tiebreak.matrix.questions.usage import UNSAID
 from tiebreak.matrix.selection import Selection, cells, check_usable
-from tiebreak.matrix.workbench import Settings, Workbench
+from tiebreak.matrix.workbench import Settings, SharedBatch, Workbench
 from tiebreak.reports.errors import UsageError
 
 CASES = {case.name: case for case in EVERY}
@@ -73,7 +72,7 @@ def test_a_claim_that_stays_holds(words: list[str]) -> None:
         assert case.claims == ()
         return
     inputs = case.make(1, 0, 256, BF16)
-    batch = Batch(inputs, reference(inputs))
+    batch = SharedBatch(inputs, reference(inputs))
     for kernel in map(composed_kernel, ("flash@paper", "flash@fused", "standard")):
         assert kernel.declaration is not None
         claim, before = case.claim_about(kernel.declaration), TIED.claim_about(kernel.declaration)

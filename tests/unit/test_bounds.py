@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from tiebreak.backends.backend import EMULATION
-from tiebreak.cases.batch import Batch
 from tiebreak.cases.bounds import UNDECLARED, ErrorBounds
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.algorithms import FLASH_ATTENTION, STANDARD_ATTENTION
@@ -19,6 +18,7 @@ from tiebreak.kernels.kernel import Declaration, composed
 from tiebreak.kernels.plans import ALL_BF16, FP32_PLAN, ISOLATION, PAPER, PLANS, PRESETS, RoundingPlan
 from tiebreak.kernels.reference import reference
 from tiebreak.kernels.shift_rules import SHIFT_RULES
+from tiebreak.matrix.workbench import SharedBatch
 
 pytestmark = pytest.mark.quick
 
@@ -106,7 +106,7 @@ def test_the_bound_holds_where_o_bar_is_below_the_normal_numbers(rule: str, bloc
         v=(inputs.v[:, :, :6] * 2.0**-17).half().float(),
     )
     declaration = Declaration(FLASH_ATTENTION, PAPER, SHIFT_RULES[rule], block)
-    batch = Batch(inputs, reference(inputs))
+    batch = SharedBatch(inputs, reference(inputs))
     assert 0 < _error_over_bound(batch.bounds, declaration) <= 1.0
     assert batch.outside_values(_output(inputs, declaration), declaration) <= 1.0
 

@@ -53,7 +53,7 @@ def test_what_every_cell_costs_is_known_before(users: Callable[[str], Mapping[st
     mine = users("interpreter")["no_tail"]
     other = replace(mine, experiment=users("cpu")["train_runaway"].experiment)
     assert cost(users("cpu")["no_tail"]) < cost(mine) < cost(other)
-    joined = replace(mine.experiment.case, name="no_tail+window")  # type: ignore[attr-defined]
+    joined = replace(mine.experiment.case, name="no_tail+window")
     assert cost(replace(mine, experiment=replace(mine.experiment, case=joined))) == cost(mine)  # type: ignore[type-var]
 
 

@@ -16,7 +16,6 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from tiebreak.backends.backend import CPU
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.backends.torch_arithmetic import TorchArithmetic
-from tiebreak.cases.batch import Batch
 from tiebreak.cases.gradients import sink_faults
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.external import external_kernel
@@ -44,6 +43,7 @@ from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import run_declared
 from tiebreak.kernels.reference import reference, reference_gradients, sink_gradient
 from tiebreak.matrix.trial import failed_trial
+from tiebreak.matrix.workbench import SharedBatch
 
 pytestmark = pytest.mark.quick
 
@@ -238,7 +238,7 @@ def test_algorithms_in_fp32_are_the_reference(features: tuple[Feature, ...], pla
 )
 def test_rounded_plans_keep_within_their_bounds(features: tuple[Feature, ...], plan: str) -> None:
     inputs = replace(asking(features, "causal"), formats=Formats.of(BF16))
-    batch, declaration = Batch(inputs, reference(inputs)), parse_declaration(plan)
+    batch, declaration = SharedBatch(inputs, reference(inputs)), parse_declaration(plan)
     output = run_declared(declaration, inputs, EmulatedArithmetic(), True)
     share = (output.o.double() - batch.ref.o).abs() / batch.bounds.of(declaration)
     assert 1e-3 < share.max() <= 1.0

@@ -43,10 +43,6 @@ class Alone(Experiment):
         return f"alone[{self.case.name}]"
 
     @property
-    def version(self) -> int:
-        return self.case.version
-
-    @property
     def tags(self) -> frozenset[str]:
         return frozenset({"alone"})
 

@@ -1,14 +1,17 @@
 """`tiebreak list` lists what there is, and what they list can be run."""
 
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tiebreak.backends.backend import CPU
+from tiebreak.cases.captured import TRAINED_SINK
 from tiebreak.cases.feature_cases import EVERY, FEATURED
 from tiebreak.cases.gpt2.snippets import SNIPPETS
-from tiebreak.cases.trained import TRAINED_SINK
+from tiebreak.cases.scripted import SEEN
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.external.loading import ADAPTERS
 from tiebreak.kernels.plans import PLANS
@@ -43,14 +46,33 @@ def told(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
 def test_every_case_and_training_run_is_listed_with_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     lines = told(capsys, "list", "cases")
     assert names(lines) == ALL
-    marked = [line.split()[0] for line in lines if line.startswith("  ") and line.split()[1] == "!"]
-    assert marked == [case.name for case in EVERY if case.failure]
+    marked = {line.split()[0]: line.split()[1] for line in lines if line.startswith("  ")}
+    listed = [name for name, word in marked.items() if word in ("scripted", "seen") and name != TRAINED_SINK.name]
+    assert listed == [case.name for case in EVERY if case.failure]
     assert all(any(case.about in line for line in lines) for case in EVERY)
     heads = [line for line in told(capsys, "list", "cases", "*,random") if line and not line.startswith(" ")]
     assert heads == ALL, "of all, all is told"
     assert cli.main(["list", "cases", "none"]) == 2
     message = "tiebreak list cases: unknown case 'none': `tiebreak list cases` names them\n"
     assert capsys.readouterr() == ("", message)
+
+
+def test_what_trained_models_meet_is_marked_with_how_often_as_the_study_has_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lines = {line.split()[0]: line for line in told(capsys, "list", "cases") if line.startswith("  ")}
+    data = json.loads("\n".join(told(capsys, "list", "cases", "--json", "-")))
+    study = (Path(__file__).parents[2] / "docs" / "science.md").read_text(encoding="utf-8")
+    assert list(data) == ALL
+    seen = {name: each["seen"] for name, each in data.items() if "seen" in each}
+    assert seen == SEEN
+    assert TRAINED_SINK.name in seen
+    for name, text in seen.items():
+        assert lines[name].split()[1] == "seen"
+        assert text in lines[name]
+        shares = re.findall(r"([\d.]+) %", text)
+        assert shares
+        assert all(f" {share}±" in study for share in shares)
 
 
 def test_of_a_case_that_is_named_all_is_told(capsys: pytest.CaptureFixture[str]) -> None:

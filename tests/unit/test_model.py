@@ -1,5 +1,6 @@
 """`tiebreak model`: a model's attention through kernels, on a model of two heads of which one has a sink."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -90,14 +91,33 @@ def test_the_head_that_has_a_sink_is_named_for_the_kernel_that_it_biases(
 ) -> None:
     words = [f"{file}:make", "flash@paper", "flash@fused", "--fair"]
     assert model.main(words) == 1
-    first, calls, rows, most, *_ = capsys.readouterr().out.splitlines()
+    first, calls, rows, most, bias = capsys.readouterr().out.splitlines()
     assert first.startswith(f"FAIL: {file}:make: flash@paper is biased in 1 head of 2; ")
     assert "1 layer of 2 heads on 2, 16 sequences, 24 queries, 24 keys, d 16; " in calls
     assert "a P above 0.9 in 50.00 %" in rows
     assert "layer 0, head 1 (attend): " in most
     assert "a P above 0.9 in 100.00 %" in most
+    assert bias.startswith("  bias there  flash@paper -0.5000 +- 0.0000, flash@fused ")
     assert model.main(words[:-1]) == 0
     assert capsys.readouterr().out.startswith("PASS: ")
+
+
+def test_a_table_and_json_have_each_kernel_and_head(
+    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # a narrower table is split
+    words = [f"{file}:make", "flash@paper", "flash@fused", "--json"]
+    assert model.main([*words, str(tmp_path / "model.json"), "-v"]) == 0
+    rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines()[6:] if "@" in line}
+    assert rows["flash@paper"][1:5] == ["1", "0", "0,", "1"]
+    assert rows["flash@fused"][1:3] == ["0", "0"]
+    assert model.main([*words, "-"]) == 0
+    text = capsys.readouterr().out
+    assert text == (tmp_path / "model.json").read_text(encoding="utf-8")
+    data = json.loads(text)
+    assert [head["verdict"]["flash@paper"] for head in data["heads"]] == ["unbiased", "biased"]
+    assert data["heads"][1]["rows"]["a P above 0.9"] == 1.0
+    assert data["heads"][1]["bias"]["flash@paper"]["mean"] == pytest.approx(-0.5, abs=0.01)
 
 
 def test_few_sequences_tell_nothing_and_what_is_not_told_is_not_fair(
@@ -123,7 +143,7 @@ def test_a_kernel_that_raises_gives_nan_or_another_function_fails_without_fair_t
     assert model.main([f"{file}:make", "flash@fused", f"{file}:{kernel}"]) == 1
     first, *lines = capsys.readouterr().out.splitlines()
     assert first.startswith(f"FAIL: {file}:make: {file}:{kernel} {why}")
-    assert any(line.startswith("  flash@fused") for line in lines)
+    assert any(line.startswith("  bias there  flash@fused ") for line in lines)
     assert model.main([f"{file}:make", "--fair", f"{file}:{kernel}"]) == 1
 
 

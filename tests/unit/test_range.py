@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from tiebreak.backends.backend import CPU
-from tiebreak.cases.batch import Batch
 from tiebreak.cases.bounds import mean_slack
 from tiebreak.cases.case import Case
 from tiebreak.cases.feature_cases import EVERY
@@ -19,7 +18,7 @@ from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments import call
 from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.run import run_cell
-from tiebreak.matrix.workbench import Settings, Workbench
+from tiebreak.matrix.workbench import Settings, SharedBatch, Workbench
 from tiebreak.reports.records.record import FAILED, Record
 
 CASES = {case.name: case for case in EVERY}
@@ -60,9 +59,9 @@ def test_zeros_fail_in_every_case_in_which_they_are_wrong() -> None:
         assert [check for check, answer in records[name].answers.items() if answer.passed is False] == ["range"], name
 
 
-def batch_of(case: str) -> tuple[Batch, Declaration]:
+def batch_of(case: str) -> tuple[SharedBatch, Declaration]:
     inputs = CASES[case].make(1, 0, HEADS, BF16)
-    return Batch(inputs, reference(inputs)), parse_declaration("flash@fused")
+    return SharedBatch(inputs, reference(inputs)), parse_declaration("flash@fused")
 
 
 def test_it_is_the_distance_as_a_share_of_the_slack() -> None:

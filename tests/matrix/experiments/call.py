@@ -54,14 +54,6 @@ class OneCall(Experiment):
     plain: Case | None = None  # the same without the features that were added; None: none was
 
     @property
-    def name(self) -> str:
-        return self.case.name
-
-    @property
-    def version(self) -> int:
-        return self.case.version
-
-    @property
     def options(self) -> tuple[str, ...]:  # type: ignore[override]
         return self.case.fixed_heads.options if self.case.fixed_heads else ()
 
@@ -86,6 +78,7 @@ class OneCall(Experiment):
             family=of,
             at=at,
             failure=case.failure,
+            seen=case.seen,
             group=case.group,
             backward=case.gradients,
         )
@@ -310,7 +303,7 @@ def _evidence(sample: Sample, backward: BackwardPasses | None) -> dict[str, Any]
     if isinstance(kernel := sample.cell.kernel, UserKernel) and (names := kernel.caller.convention.never_given):
         evidence["not given"] = ", ".join(names) + " (dropout is not judged)" * ("dropout" in " ".join(names))
     heads = heads_to_tell(sample.errors.bias, sample.heads)
-    if sample.verdict is BiasVerdict.UNDECIDED and heads < MOST_HEADS:
+    if sample.verdict is BiasVerdict.UNDECIDED and heads < MOST_HEADS and not sample.exhausted:
         evidence["heads_to_tell"] = heads
     for look in looks().values():
         evidence |= look.looks(sample)

@@ -61,14 +61,6 @@ class Contract(Experiment):
     case: Case
 
     @property
-    def name(self) -> str:
-        return self.case.name
-
-    @property
-    def version(self) -> int:
-        return self.case.version
-
-    @property
     def tags(self) -> frozenset[str]:
         return frozenset({"call"})
 

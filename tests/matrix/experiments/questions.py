@@ -19,19 +19,11 @@ from tiebreak.reports.records import record as records
 
 @dataclass(frozen=True)
 class _Asked(Experiment):
-    question: Question
+    case: Question
     heading: ClassVar[str]  # of their group, in words
 
-    @property
-    def name(self) -> str:
-        return self.question.name
-
-    @property
-    def version(self) -> int:
-        return self.question.version
-
     def described(self) -> records.CaseRecord:
-        return records.CaseRecord(self.question.about, self.question.source, group=self.heading)
+        return records.CaseRecord(self.case.about, self.case.source, group=self.heading)
 
     @abstractmethod
     def comparing(self, session: Session) -> WithinError | WithoutBias:
@@ -43,7 +35,7 @@ class _Asked(Experiment):
         for look in range(LOOKS):
             for session.index in batches_of(look):
                 try:
-                    self.question.ask(session, results)
+                    self.case.ask(session, results)
                 except NotAskedError:
                     if not look:
                         raise

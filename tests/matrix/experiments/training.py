@@ -71,18 +71,10 @@ class TrainingRun(Experiment):
     kind: ClassVar[str] = "training"
     time_limit: ClassVar[float] = 600.0
     tags = frozenset({"training"})
-    snippet: Snippet
-
-    @property
-    def name(self) -> str:
-        return self.snippet.name
-
-    @property
-    def version(self) -> int:
-        return self.snippet.version
+    case: Snippet
 
     def described(self) -> records.CaseRecord:
-        snippet = self.snippet
+        snippet = self.case
         return records.CaseRecord(
             snippet.about,
             snippet.source,
@@ -94,16 +86,16 @@ class TrainingRun(Experiment):
         )
 
     def told(self) -> Sequence[tuple[str, str]]:
-        claims = ((", ".join(sorted(claim.variants)), claim) for claim in self.snippet.claims)
+        claims = ((", ".join(sorted(claim.variants)), claim) for claim in self.case.claims)
         rows = [("claim", f"{variants}: {claim.text} ({claim.source})") for variants, claim in claims]
-        return [("steps", str(self.snippet.steps)), *rows]
+        return [("steps", str(self.case.steps)), *rows]
 
     def formats(self) -> Sequence[Format]:
         return (BF16,)
 
     def input_kind(self, fmt: Format) -> str | None:
         """Return None where S is in a format that no device has."""
-        return None if self.snippet.is_amplified else "training runs"
+        return None if self.case.is_amplified else "training runs"
 
     def pairs(self, context: SelectionContext) -> Sequence[Pair]:
         """Return its roster, or the named part of it; any kernel where the snippet is named too."""
@@ -118,7 +110,7 @@ class TrainingRun(Experiment):
             for backend, kernel in context.pairs
             if context.cases_named
             or (backend.name, kernel.name) in default
-            or (kernel.external and not self.snippet.is_amplified and not self.snippet.study)
+            or (kernel.external and not self.case.is_amplified and not self.case.study)
         ]
 
     def _roster(self, backend: Backend) -> list[Kernel]:
@@ -127,9 +119,9 @@ class TrainingRun(Experiment):
         Empty where a device lacks the snippet's format. The interpreter takes minutes for a run, so its kernels train
         only where they are named.
         """
-        if not backend.composed or (self.snippet.is_amplified and not backend.predicts):
+        if not backend.composed or (self.case.is_amplified and not backend.predicts):
             return []
-        names = self.snippet.roster if backend.predicts else self.snippet.on_devices
+        names = self.case.roster if backend.predicts else self.case.on_devices
         formats = Formats.of(BF16)
         vendors = [each for each in backend.vendor_kernels() if each.has_backward and each.unsuited(formats) is None]
         return [*(trained_kernel(VARIANTS[name]) for name in names), *vendors]
@@ -140,14 +132,14 @@ class TrainingRun(Experiment):
             return f"{kernel.name} takes no {CAUSAL.words}, and training asks for one"
         if kernel.external and not kernel.has_backward and not kernel.name.endswith(EMULATED_BACKWARD):
             return f"{kernel.name} has no backward pass: --backward emulated trains it with the suite's"
-        if self.snippet.is_amplified and not cell.backend.predicts:
-            return f"the device computes in no {self.snippet.scores.name}"
-        if self.snippet.is_amplified and not kernel.composed:
-            return f"the kernel can't be told to keep S in {self.snippet.scores.name}"
+        if self.case.is_amplified and not cell.backend.predicts:
+            return f"the device computes in no {self.case.scores.name}"
+        if self.case.is_amplified and not kernel.composed:
+            return f"the kernel can't be told to keep S in {self.case.scores.name}"
         return None
 
     def run(self, cell: Cell, bench: Workbench) -> Result:
-        snippet, settings = self.snippet, bench.settings
+        snippet, settings = self.case, bench.settings
         variant = _variant(cell.kernel, settings)
         with cell.backend.in_use():
             outcome = run_snippet(snippet, variant, cell.backend.arithmetic, settings.seed, cell.backend.device)

@@ -85,6 +85,9 @@ class CallFolder:
 
     def faults(self) -> Iterator[str]:
         """Yield what is missing or wrong in the folder, a line each; without any, all can be judged."""
+        for name, sha256 in self.manifest.files.items():
+            if not (path := self.path / name).is_file() or digest(path.read_bytes()) != sha256:
+                yield f"{path}: is not what was exported: export again"
         for call in self.manifest.calls:
             try:
                 faults = [*self._input_faults(call), *self._output_faults(call)]

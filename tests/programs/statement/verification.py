@@ -212,7 +212,7 @@ def _record_faults(judged: Judged, run: Run) -> Iterator[str]:
     elif isinstance(cell.experiment, TrainingRun):
         yield from (f"measures.{name}: missing" for name in sorted(MEASURED.keys() - record.measures.keys()))
         measures = {name: _number(record, name) for name in MEASURED}
-        yield from _answer_faults(record, training_result(cell.experiment.snippet, cell.kernel, settings, measures))
+        yield from _answer_faults(record, training_result(cell.experiment.case, cell.kernel, settings, measures))
 
 
 def _number_faults(judged: Judged, case: Case) -> Iterator[str]:
