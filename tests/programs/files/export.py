@@ -236,8 +236,15 @@ def _export(asked: argparse.Namespace) -> None:
     cases = counted(len(split(given["cases"])), "case")
     _tell_size(asked, [x for x, _ in calls], f"{counted(len(calls), 'call')} of {cases}", "--heads or --cases")
     every = tuple(call for _, call in calls)
-    manifest = Calls(SCHEMA, version("tiebreak"), given, takes, asked.layout, asked.raw, every, {}, "")
+    manifest = Calls(SCHEMA, version("tiebreak"), given, _given(asked), takes, asked.layout, asked.raw, every, {}, "")
     _write(folder, msgspec.structs.replace(manifest, digest=manifest.own_digest), [x for x, _ in calls])
+
+
+def _given(asked: argparse.Namespace) -> dict[str, str]:
+    """Return the options that say what is asked, other than their defaults; a flag is empty."""
+    parser, names = _parser(), (*_RUN, "takes", "layout", "raw")
+    given = {name: value for name in names if (value := getattr(asked, name)) != parser.get_default(name)}
+    return {name: "" if value is True else str(value) for name, value in given.items()}
 
 
 def _refuse_used(folder: Path) -> None:
@@ -255,9 +262,9 @@ def _tell_size(asked: argparse.Namespace, written: Iterable[Tensors], what: str,
 
 def _export_dump(asked: argparse.Namespace) -> None:
     """Write the calls of an engine's dump as captured tensors, and its answers to them."""
-    parser, folder, mapped = _parser(), asked.folder, dump.read(asked.dump)
-    if more := [name for name in (*_RUN, "takes", "layout", "raw") if getattr(asked, name) != parser.get_default(name)]:
-        raise UsageError(f"--{more[0]}: a dump says itself what was asked: leave it out")
+    folder, mapped = asked.folder, dump.read(asked.dump)
+    if more := _given(asked):
+        raise UsageError(f"--{min(more)}: a dump says itself what was asked: leave it out")
     every = list(dump.dumped(asked.dump, mapped))
     written = (x for each in every for x in (each.tensors, each.answers))
     _tell_size(asked, written, counted(len(every), "call"), "layers")
@@ -277,7 +284,7 @@ def _export_dump(asked: argparse.Namespace) -> None:
         runner.write(folder / f"{call.id}.out.safetensors", answers[place], {"call": call.digest})
     if mapped.device:
         store.write_text(json.dumps({"device": mapped.device}), folder / DEVICE)
-    manifest = Calls(SCHEMA, version("tiebreak"), options, takes, "bhnd", False, tuple(calls.values()), files, "")
+    manifest = Calls(SCHEMA, version("tiebreak"), options, {}, takes, "bhnd", False, tuple(calls.values()), files, "")
     store.write(msgspec.structs.replace(manifest, digest=manifest.own_digest), folder / MANIFEST)
 
 
