@@ -180,8 +180,7 @@ class ErrorBounds:
     @cached_property
     def _tops(self) -> tuple[Tensor, Tensor, Tensor]:
         """Each row's largest score, its place, and how far below it every score is."""
-        hidden = self.inputs.hidden()
-        visible = self.ref.s if hidden is None else self.ref.s.masked_fill(hidden, -torch.inf)
+        visible = self.inputs.visible(self.ref.s)
         top, at = visible.amax(-1, keepdim=True), visible.argmax(-1, keepdim=True)
         if self.inputs.sink is not None:
             top = torch.maximum(top, self.inputs.sink.double()[:, None, None])

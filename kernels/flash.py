@@ -306,8 +306,7 @@ def flash_1(forward: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
     FlashAttention-1 (arXiv 2205.14135, algorithm 1), in the order of SGLang's prefill kernel, which comes from
     lightllm: with m~ and l~ of the tile, beta = exp(m~ - m'), l' = alpha l + beta l~, O' = (l / l' alpha) O +
     cast(exp(S - m~) (beta / l')) V. The plan's `p_bar` casts the normalised P, `o_bar` the running O; l always sums P
-    before its cast. Each tile is shifted by its maximum. A sink that
-    does not come first scales the last O.
+    before its cast. Each tile is shifted by its maximum. A sink that does not come first scales the last O.
     """
     operands, plan, softmax, cast = forward.operands, forward.plan, forward.softmax, forward.arithmetic.cast
     m, l, o = forward.begun(rows, plan.sink)
@@ -389,8 +388,9 @@ def backward(
     operands, groups = Operands.from_call(inputs, plan, arithmetic, output.tiles), inputs.groups
     tape = _Tape(operands, block, plan, arithmetic, output.o, output.lse)
     delta = tape.delta() if inputs.dlse is None else tape.delta() - inputs.dlse
+    made = torch.empty_like if operands.q.shape[2] and operands.k.shape[2] else torch.zeros_like  # without tiles
     dq, dk, dv = (
-        torch.zeros_like(tensor) if needed else tensor.new_full((), torch.nan).expand(tensor.shape)
+        made(tensor) if needed else tensor.new_full((), torch.nan).expand(tensor.shape)
         for tensor, needed in zip((operands.q, operands.k, operands.v), wanted, strict=True)
     )
     if plan.group_sums.narrows:
@@ -405,11 +405,11 @@ def backward(
             p, ds = tape.p(rows, keys), tape.ds(rows, keys, delta[:, :, rows])
             if wanted[2]:
                 p = arithmetic.cast(p, plan.p)
-                tape.add_by_key(dv[:, :, keys], tape.product(p.mT, tape.do[:, :, rows]))
+                tape.add_by_key(dv[:, :, keys], tape.product(p.mT, tape.do[:, :, rows]), first=not rows.start)
             if wanted[0]:
-                tape.add(dq[:, :, rows], left_of_dq * tape.product(ds, k[:, :, keys]), plan.sums)
+                tape.add(dq[:, :, rows], left_of_dq * tape.product(ds, k[:, :, keys]), plan.sums, first=not keys.start)
             if wanted[1]:
-                tape.add_by_key(dk[:, :, keys], left * tape.product(ds.mT, q[:, :, rows]))
+                tape.add_by_key(dk[:, :, keys], left * tape.product(ds.mT, q[:, :, rows]), first=not rows.start)
     if plan.scaled_q.narrows:
         dq = dq * operands.scale
     if not plan.group_sums.narrows:
@@ -503,14 +503,14 @@ class _Tape(_Tiled):
         of_heads = (self._p_of_sink(self.operands.sink, slice(None)) * delta).transpose(0, 1).flatten(1)
         return self.arithmetic.cast(-self.row_sum(of_heads)[:, 0], self.plan.gradients)
 
-    def add_by_key(self, total: Tensor, added: Tensor) -> None:
+    def add_by_key(self, total: Tensor, added: Tensor, *, first: bool) -> None:
         """Add to dK or dV, which hold the sum over each head, or over each key head."""
-        groups, of_groups = added.shape[1] // total.shape[1], self.plan.group_sums
-        for member in range(groups):
-            self.add(total, added[:, member::groups], of_groups if of_groups.narrows else self.plan.sums)
+        cast = self.plan.group_sums if self.plan.group_sums.narrows else self.plan.sums
+        for member in range(groups := added.shape[1] // total.shape[1]):
+            self.add(total, added[:, member::groups], cast, first=first and not member)
 
-    def add(self, total: Tensor, added: Tensor, cast: Cast) -> None:
-        total.add_(added)
+    def add(self, total: Tensor, added: Tensor, cast: Cast, *, first: bool) -> None:
+        torch.add(added, 0.0 if first else total, out=total)  # the first to 0, which nobody has filled it with
         if cast.narrows:
             total.copy_(self.arithmetic.cast(total, cast))
 

@@ -48,10 +48,12 @@ class Calls(FileData, frozen=True):
     schema: Schema  # version of this layout
     made_by: str  # the version of tiebreak
     options: Mapping[str, str]  # of the run that makes these calls, by name
+    asked: Mapping[str, str]  # options that tiebreak export was given, other than its defaults; of a flag empty
     takes: tuple[str, ...]  # features of inputs that the kernel is to have, as --declare takes= lists them
     layout: str  # order of dimensions of q, k, v, do, and so of o: b batch, h heads, n tokens, d head dimension
     raw: bool  # tensors are files of bytes, ID.NAME.bin, and not ID.in.safetensors
     calls: tuple[StoredCall, ...]  # in the order in which they were recorded
+    files: Mapping[str, str]  # captured tensors of an engine's dump, in the place of ID.in.safetensors: their SHA-256
     digest: str  # SHA-256 of all that stands before
 
     @property

@@ -24,8 +24,10 @@ def _exact_matmul(a: Tensor, b: Tensor) -> Tensor:
     if heads <= at_once or a.shape[:-2] != b.shape[:-2] or a.device.type != "cpu":
         return (a.double() @ b.double()).float()
     # A few heads at a time: what is in fp64 stays in a core's cache.
-    pieces = zip(*(torch.split(tensor.flatten(0, -3), at_once) for tensor in (a, b)), strict=True)
-    return torch.cat([(x.double() @ y.double()).float() for x, y in pieces]).reshape(*a.shape[:-2], m, n)
+    product = torch.empty(heads, m, n, dtype=torch.float32)
+    for x, y, piece in zip(*(torch.split(t.flatten(0, -3), at_once) for t in (a, b, product)), strict=True):
+        piece.copy_(x.double() @ y.double())
+    return product.view(*a.shape[:-2], m, n)
 
 
 def _of_bf16(instruction: Matmul, a: Tensor, b: Tensor) -> Tensor:

@@ -91,9 +91,9 @@ class Assumptions:
 #: No card: every product, sum and function is exact and rounded once.
 EXACT = Assumptions("exact")
 # From Triton's assembly, by `tiebreak audit` (docs/audit.md): NVIDIA's `/` is div.full.f32, whose bits are unpublished
-# and which is at most 2 ulp off, as is a product with the reciprocal. B200 PTX contracts nothing, AMD's assembler only
-# some of the arguments of exponentials: no contraction is assumed there.
-_CONTRACTING = frozenset({"sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_120"})
+# and which is at most 2 ulp off, as is a product with the reciprocal. For sm_100 Triton contracts before and behind its
+# pipelined loops, and not within. AMD's assembler contracts only some arguments of exponentials: none is assumed.
+_CONTRACTING = frozenset({"sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"})
 # As the backend ptx finds it, with the layout of mma.sync and wgmma: Triton adds up a lane's columns in turn, from 3.8
 # on as a tree. For sm_120 the tree adds pairs to pairs, with add.f32x2.
 _IN_TURN = Version(installed() or "3.8") < Version("3.8")

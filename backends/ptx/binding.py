@@ -2,13 +2,16 @@
 
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from tiebreak.backends.interpreter.numbers import Array
+from tiebreak.backends.ptx.barriers import BINDERS as OF_BARRIERS
 from tiebreak.backends.ptx.blackwell import BINDERS as OF_BLACKWELL
+from tiebreak.backends.ptx.bulk import BINDERS as OF_BOXES
 from tiebreak.backends.ptx.memory import WARP
-from tiebreak.backends.ptx.operands import Run, names_of, place_of, reader, typed, writer
+from tiebreak.backends.ptx.operands import Run, names_of, place_of, reader, writer
 from tiebreak.backends.ptx.operations import OPERATIONS, TYPES
 from tiebreak.backends.ptx.parsing import Address, Instruction
 from tiebreak.backends.ptx.products import load_matrices, matrix_rows, product_of
@@ -115,9 +118,15 @@ def _access(at: Instruction, match: _Match) -> Run:
 
 def _parameter(at: Instruction, match: _Match) -> Run:
     write, address, dtype = writer(at.operands[0], at), at.operands[1], TYPES[match[1]]
-    if not isinstance(address, Address) or address.offset:
-        raise at.refused()
-    return lambda threads, mask: write(threads, 0, typed(threads.get(address.base), dtype, dtype.itemsize), mask)
+    count = len(names_of(at.operands[0]))
+    assert isinstance(address, Address)
+
+    def load(threads: Threads, mask: Array) -> None:
+        held = threads.parameters.get(address.base, bytes(8))  # scratch memory is never used
+        for number, value in enumerate(np.frombuffer(held, dtype, count, address.offset)):
+            write(threads, number, value.reshape(1, 1), mask)
+
+    return load
 
 
 def _copy(at: Instruction, _: _Match) -> Run:
@@ -148,17 +157,12 @@ def _of_copies(at: Instruction, match: _Match) -> Run:
     return meet
 
 
-def _barrier(at: Instruction, match: _Match) -> Run:
-    if at.operands != ("0",) and not (match[1] and at.operands[0] in _ALL_LANES):
+def _barrier(at: Instruction, _: _Match) -> Run:
+    if at.operands[0] not in _ALL_LANES:
         raise at.refused()
 
-    def meet(threads: Threads, mask: Array) -> Array | None:
-        if match[1]:
-            threads.shared.phases_of_warps += threads.warps(mask, at)
-            return None
-        blocks, waits = threads.gathered(mask)
-        threads.shared.phases += blocks
-        return waits
+    def meet(threads: Threads, mask: Array) -> None:
+        threads.shared.phases_of_warps += threads.warps(mask, at)
 
     return meet
 
@@ -225,14 +229,17 @@ _BINDERS: Mapping[str, Callable[[Instruction, _Match], Run]] = {
     # Caches, and an order among blocks, which run in lock step or one after the other, change nothing here.
     r"(ld|st)(?:\.(?:volatile|weak|relaxed|acquire|release|gpu|cta|sys))*\.(global|shared)(?:::cta)?"
     r"(?:\.(?:nc|c[agsv]|w[bt]|L[12]::\w+))*(?:\.v[248])?\.(\w+)": _access,
-    r"ld\.param\.(\w+)": _parameter,
+    r"ld\.param(?:\.v[24])?\.(\w+)": _parameter,
     r"mov\.b(32|64)": _move,
+    r"cvta\.param\.u64": lambda at, _: _calculation(replace(at, opcode="mov.u64")),
     r"cp\.async\.c[ag]\.shared\.global(?:\.L2::\w+)*": _copy,
     r"cp\.async\.(commit_group|wait_group)": _of_copies,
-    r"(?:bar\.(warp\.)?|barrier\.)sync": _barrier,
+    r"bar\.warp\.sync": _barrier,
     r"shfl\.sync\.(bfly|idx|up|down)\.b32": _shuffle,
     r"ldmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16": _matrices,
     r"stmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16": _stored_matrices,
     **OF_WARPGROUPS,
     **OF_BLACKWELL,
+    **OF_BARRIERS,
+    **OF_BOXES,
 }

@@ -1,7 +1,7 @@
-"""`tcgen05` and `mbarrier`: products that one thread asks for, and the barriers that say they are done.
+"""`tcgen05`: products that one thread asks for, which are done when a barrier says so.
 
 A product is computed where it is asked for. Its sums count as there, and its operands as read, for who has waited for
-the barrier that a commit arrives at (PTX ISA, Tensorcore 5th Generation Family Instructions; mbarrier).
+the barrier that a commit arrives at (PTX ISA, Tensorcore 5th Generation Family Instructions).
 """
 
 import re
@@ -11,8 +11,8 @@ import numpy as np
 
 from tiebreak.backends.emulation.tensor_cores import core_of
 from tiebreak.backends.interpreter.numbers import Array
-from tiebreak.backends.ptx.memory import WARP, SharedMemoryError
-from tiebreak.backends.ptx.operands import Read, Run, names_of, place_of, reader, writer
+from tiebreak.backends.ptx.memory import WARP
+from tiebreak.backends.ptx.operands import Read, Run, idle, names_of, place_of, reader, writer
 from tiebreak.backends.ptx.operations import TYPES
 from tiebreak.backends.ptx.parsing import Address, Instruction
 from tiebreak.backends.ptx.products import FORMATS, multiplied
@@ -23,10 +23,6 @@ from tiebreak.backends.ptx.warpgroups import tiles
 _Match = re.Match[str]
 _KINDS = {"f16": ("f16", "bf16"), "f8f6f4": ("e4m3", "e5m2")}  # operands' types, by their number in the descriptor
 _UNKNOWN = 0xE080604F  # bits of that descriptor: sparse, negated, saturated, and what else is not done
-
-
-def _nothing(_: Instruction, __: _Match) -> Run:
-    return lambda threads, mask: None
 
 
 def _elect(at: Instruction, _: _Match) -> Run:
@@ -42,10 +38,11 @@ def _elect(at: Instruction, _: _Match) -> Run:
 
 
 def _allocate(at: Instruction, _: _Match) -> Run:
-    place, columns = place_of(at.operands[0], at), int(str(at.operands[1]), 0)
+    place, counts = place_of(at.operands[0], at), reader(at.operands[1], "u32", at)
 
     def allocate(threads: Threads, mask: Array) -> None:
         threads.warps(mask, at)
+        columns = int(np.where(mask, counts(threads), 0).max())
         first = np.full(threads.shape, threads.tensor.allocated, np.uint32)
         threads.tensor.allocated += columns
         if threads.tensor.allocated > COLUMNS:
@@ -125,19 +122,20 @@ def _product(at: Instruction, match: _Match) -> Run:
         m, n, k = (shape >> 24 & 31) * 16, (shape >> 17 & 63) * 8, 32 // TYPES[a_kind].itemsize
         if shape & _UNKNOWN or shape >> 4 & 3 != 1 or m not in (64, LANES):  # sums in fp32
             raise at.refused()
-        group, phase = threads.shared.products[block][..., None] + 1, threads.shared.phases[block][..., None]
+        group, phase = threads.shared.products[block, :1, None] + 1, threads.shared.phases[block][..., None]
+        owner = block, np.zeros_like(block)
         row = np.arange(m) if m == LANES else np.arange(m) // 16 * WARP + np.arange(m) % 16
 
         def spot(read: Read, columns: int) -> Spot:
             first = taken(read)[:, None, None]
             return Spot(block[:, None, None], (first >> 16) + row[None, :, None], (first & 0xFFFF) + np.arange(columns))
 
-        right = tiles(threads, taken(of_b), block, (n, k), b_kind, turned=bool(shape >> 16 & 1))
+        right = tiles(threads, taken(of_b), owner, (n, k), b_kind, turned=bool(shape >> 16 & 1))
         if in_memory:
             words = threads.tensor.take(spot(of_a, k * TYPES[a_kind].itemsize // 4), phase, group, at)
             left = np.ascontiguousarray(words).view(TYPES[a_kind]).astype(np.float32)
         else:
-            left = tiles(threads, taken(of_a), block, (m, k), a_kind, turned=bool(shape >> 15 & 1))
+            left = tiles(threads, taken(of_a), owner, (m, k), a_kind, turned=bool(shape >> 15 & 1))
         sums, to, keeps = np.zeros((len(block), m, n), np.float32), spot(of_d, n), taken(adds)
         if keeps.any():
             kept = Spot(*(x[keeps] if len(x) == len(keeps) else x for x in to))
@@ -150,79 +148,13 @@ def _product(at: Instruction, match: _Match) -> Run:
     return multiply
 
 
-def _barrier(at: Instruction, match: _Match) -> Run:
-    """Bind `mbarrier`, and a commit, which arrives at one when the products before it are done."""
-    does = match[1] or "commit"
-    where = next(operand for operand in at.operands if isinstance(operand, Address))
-    place, last = place_of(where, at), at.operands[-1]
-    number = reader(last, "u32", at) if does in ("init", "try_wait.parity") else None
-    done = writer(at.operands[0], at) if does == "try_wait.parity" else None
-
-    def act(threads: Threads, mask: Array) -> Array | None:
-        shown, addresses, waits = threads.full(mask), place(threads), np.zeros(threads.shape, bool)
-        for address in set(addresses[shown].tolist()):
-            here = shown & (addresses == address)
-            block = here.any(1)
-            if does == "init":
-                assert number is not None
-                counts = np.where(here, threads.full(number(threads)), 0).max(1)
-                threads.barriers.setdefault(address, Barrier(len(mask))).start(block, counts)
-                continue
-            barrier = threads.barriers.get(address)
-            if barrier is None or (block & ~barrier.valid).any():
-                raise SharedMemoryError(f"{at} finds no barrier at byte {address} of the block's shared memory")
-            if does == "inval":
-                barrier.valid &= ~block
-            elif does == "try_wait.parity":
-                assert number is not None
-                late = here & (barrier.phase[:, None] & 1 == threads.full(number(threads)))
-                waits |= late
-                threads.complete(np.where((here & ~late).any(1), barrier.group, 0)[:, None])
-            else:
-                if does == "commit":
-                    threads.shared.products += block[:, None]
-                    barrier.group[block] = threads.shared.products[block, 0]
-                barrier.arrive(here.sum(1))
-        if done is not None:
-            done(threads, 0, np.ones((1, 1), bool), shown & ~waits)
-        return waits
-
-    return act
-
-
-class Barrier:
-    """An `mbarrier` of some blocks."""
-
-    def __init__(self, blocks: int) -> None:
-        """Have none in any block."""
-        self.valid = np.zeros(blocks, bool)
-        #: Phases that are over, and the last group of products that was committed to it.
-        self.phase, self.group = np.zeros(blocks, np.int64), np.zeros(blocks, np.int32)
-        self._count, self._missing = np.zeros(blocks, np.int64), np.zeros(blocks, np.int64)
-
-    def start(self, blocks: Array, counts: Array) -> None:
-        """Expect so many arrivals in every phase."""
-        self.valid |= blocks
-        self.phase[blocks] = self.group[blocks] = 0
-        self._count[blocks] = self._missing[blocks] = counts[blocks]
-
-    def arrive(self, counts: Array) -> None:
-        """Count arrivals, the last of which ends a phase."""
-        self._missing -= counts
-        over = (self._missing <= 0) & (counts > 0)
-        self.phase += over
-        self._missing[over] = self._count[over]
-
-
 BINDERS: Mapping[str, Callable[[Instruction, _Match], Run]] = {
     r"elect\.sync": _elect,
     r"tcgen05\.alloc\.cta_group::1\.sync\.aligned\.shared::cta\.b32": _allocate,
-    r"tcgen05\.(?:relinquish_alloc_permit|dealloc)\.cta_group::1\.sync\.aligned(?:\.b32)?": _nothing,
-    r"tcgen05\.fence::(?:before|after)_thread_sync": _nothing,  # an order that instructions have here
+    r"tcgen05\.(?:relinquish_alloc_permit|dealloc)\.cta_group::1\.sync\.aligned(?:\.b32)?": idle,
+    r"tcgen05\.fence::(?:before|after)_thread_sync": idle,  # an order that instructions have here
     r"tcgen05\.(ld|st)\.sync\.aligned\.(32x32b|16x32bx2)\.x(\d+)\.b32": _move,
     r"tcgen05\.wait::st\.sync\.aligned": _wait,
-    r"tcgen05\.wait::ld\.sync\.aligned": _nothing,  # Triton's code reads registers before it waits for them
+    r"tcgen05\.wait::ld\.sync\.aligned": idle,  # Triton's code reads registers before it waits for them
     r"tcgen05\.mma\.cta_group::1\.kind::(f16|f8f6f4)": _product,
-    r"tcgen05\.commit\.cta_group::1\.mbarrier::arrive::one\.shared::cluster\.b64()": _barrier,
-    r"mbarrier\.(init|inval|arrive|try_wait\.parity)\.shared(?:::cta)?\.b64": _barrier,
 }

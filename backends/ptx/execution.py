@@ -45,8 +45,10 @@ class Program:
         for start in range(0, count, at_once):
             blocks = np.arange(start, min(count, start + at_once), dtype=np.uint32)[:, None]
             threads = Threads(launch, blocks, self._granule)
-            for name, bits in zip(self._parameters, launch.arguments, strict=False):  # scratch memory is never used
-                threads.put(name, 8, np.array([[bits % 2**64]], np.uint64), threads.everyone)
+            given = [x if isinstance(x, bytes) else (x % 2**64).to_bytes(8, "little") for x in launch.arguments]
+            threads.parameters = dict(zip(self._parameters, given, strict=False))
+            for name, held in threads.parameters.items():  # in the place of its address
+                threads.put(name, 8, np.frombuffer(held.ljust(8, b"\0"), np.uint64, 1)[None], threads.everyone)
             with np.errstate(all="ignore"):
                 self._execute(threads)
 

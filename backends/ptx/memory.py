@@ -15,11 +15,13 @@ from tiebreak.backends.interpreter.numbers import Array
 from tiebreak.backends.ptx.parsing import Instruction
 
 WARP = 32  # threads
+WARPGROUP = 4 * WARP
 _SEVERAL = 32  # instead of a lane: several threads of a warp
 _EVERYONE = 1 << 10  # instead of a warp: several warps
 # A history is a number: from the right who (a lane, 6 bits, and a warp, 11), the phase of the warp and of the block.
 _OF_WARP, _PHASE_OF_WARP, _PHASE = 6, 17, 40
-_NOBODY = -1
+_NOBODY, _ORDERED = -1, -2  # an mbarrier orders it
+_BY_BARRIER = 1 << 30  # in the place of a group of copies: who waits for an mbarrier has it
 
 
 class SharedMemoryError(RuntimeError):
@@ -55,8 +57,11 @@ class Shared:
         self._writers, self._readers = np.full(count, _NOBODY), np.full(count, _NOBODY)
         self._pending = np.zeros(count, np.int32)  # the group of copies that may still bring it
         self._unfenced = np.zeros(count, bool)  # whether a product does not see yet what was written
-        self._multiplied = np.zeros(count, np.int32)  # the group of products that may still read it
-        self.products = np.zeros((blocks, 1), np.int32)  # groups of them that the threads of a block have closed
+        # Groups of products that the threads of a block have closed: of each warpgroup, the first for tcgen05's; the
+        # last are copies to global memory. And the group that may still read a granule.
+        self.products = np.zeros((blocks, max(1, threads // WARPGROUP) + 1), np.int32)
+        self._asked = False  # whether any has read
+        self._multiplied = np.zeros((self.products.shape[1], count), np.int32)
         self.groups = np.zeros((blocks, 1), np.int32)  # of copies, which the threads of a block have closed
         self.phases = np.zeros((blocks, 1), np.int64)  # a barrier of a block begins a new one,
         self.phases_of_warps = np.zeros((blocks, threads // WARP), np.int64)  # and so does one of a warp
@@ -73,31 +78,52 @@ class Shared:
         pending[done] = 0
 
     def complete(self, groups: Array, *, others: bool) -> None:
-        """End groups of products up to a number, (blocks, 1); `others` may be at work until a barrier."""
-        group = self._multiplied.reshape(len(groups), -1)
-        done = (group > 0) & (group <= groups)
-        if others:
-            readers = self._readers.reshape(done.shape)
-            readers[done] = (_EVERYONE << _OF_WARP) | np.broadcast_to(self.phases << _PHASE, done.shape)[done]
-        group[done] = 0
+        """End groups of products up to a number, (blocks, columns); `others` may be at work until a barrier."""
+        for column in np.flatnonzero(groups.any(0)):
+            group = self._multiplied[column].reshape(len(groups), -1)
+            done = (group > 0) & (group <= groups[:, column, None])
+            if others:
+                readers = self._readers.reshape(done.shape)
+                readers[done] = (_EVERYONE << _OF_WARP) | np.broadcast_to(self.phases << _PHASE, done.shape)[done]
+            group[done] = 0
 
     def fence(self, blocks: Array) -> None:
         """Let products see what was written so far, and no copy is still bringing."""
         self._unfenced.reshape(len(blocks), -1)[...] &= (self._pending.reshape(len(blocks), -1) > 0) | ~blocks
 
-    def operands(self, places: Array, block: Array, dtype: np.dtype[Any], at: Instruction) -> Array:
-        """Return numbers at places in bytes, (some, ...), of each one's block, which are read until somebody waits."""
-        if (places < 0).any() or (places + dtype.itemsize > self._size).any():
+    def operands(self, places: Array, block: Array, dtype: np.dtype[Any], at: Instruction, column: Array) -> Array:
+        """Return numbers at places in bytes, (some, ...), which are read until somebody waits.
+
+        `block` says where each of some is, and `column` which of the groups of products reads it.
+        """
+        places, granules, owner, now = self._beside(places, block, dtype.itemsize, at)
+        self._refuse_read(self._writers[granules], granules, now, at)
+        self._refuse(self._unfenced[granules], granules, at, "reads what was written, and no fence.proxy.async since")
+        self._asked, columns = True, np.repeat(column, granules.size // len(places))
+        self._multiplied[columns, granules] = self.products[owner, columns] + 1
+        values: Array = self._bytes.view(dtype)[places // dtype.itemsize]
+        return values
+
+    def bring(self, places: Array, block: Array, values: Array, at: Instruction) -> tuple[Array, Array]:
+        """Write what is there for who waits for an mbarrier; return its granules, and the block of each."""
+        places, granules, owner, now = self._beside(places, block, values.itemsize, at)
+        self._refuse_write(granules, now, at)
+        self._bytes.view(values.dtype)[places // values.itemsize] = values
+        self._writers[granules], self._pending[granules], self._unfenced[granules] = _ORDERED, _BY_BARRIER, False
+        return granules, owner
+
+    def arrive(self, granules: Array) -> None:
+        """Let everyone have what was brought."""
+        self._pending[granules] = 0
+
+    def _beside(self, places: Array, block: Array, size: int, at: Instruction) -> tuple[Array, Array, Array, Array]:
+        """Return places from the start of the first block, granules, their blocks, and when no thread accesses them."""
+        if (places < 0).any() or (places + size > self._size).any():
             raise SharedMemoryError(f"{at} goes beyond the shared memory")
         places = places + self._size * block.reshape(-1, *[1] * (places.ndim - 1))
         granules = (places // self._granule).ravel()
         owner = granules * self._granule // self._size
-        now = self.phases[owner, 0] << _PHASE | _EVERYONE << _OF_WARP
-        self._refuse_read(self._writers[granules], granules, now, at)
-        self._refuse(self._unfenced[granules], granules, at, "reads what was written, and no fence.proxy.async since")
-        self._multiplied[granules] = self.products[owner, 0] + 1
-        values: Array = self._bytes.view(dtype)[places // dtype.itemsize]
-        return values
+        return places, granules, owner, self.phases[owner, 0] << _PHASE | _EVERYONE << _OF_WARP
 
     def read(self, addresses: Array, mask: Array, dtype: np.dtype[Any], at: Instruction) -> Array:
         """Return unsigned integers; zeros where the mask hides them."""
@@ -114,10 +140,7 @@ class Shared:
     def write(self, addresses: Array, mask: Array, values: Array, at: Instruction, *, copied: bool = False) -> None:
         """Write unsigned integers; `copied` ones arrive when their group has been waited for."""
         places, granules, now = self._locate(addresses, mask, values.itemsize, at)
-        self._refuse(self._pending[granules] > 0, granules, at, "writes what an asynchronous copy is bringing")
-        self._refuse(self._multiplied[granules] > 0, granules, at, "writes what a product may still read")
-        for history, what in ((self._writers, "wrote"), (self._readers, "read")):
-            self._refuse(_unordered(history[granules], now), granules, at, f"writes what another thread {what}")
+        self._refuse_write(granules, now, at)
         self._bytes.view(values.dtype)[places[mask] // values.itemsize] = values[mask]
         self._writers[granules], self._unfenced[granules] = now, True
         self._pending[granules] = self.groups[granules * self._granule // self._size, 0] + 1 if copied else 0
@@ -134,6 +157,14 @@ class Shared:
         self._readers[granules[met]] = now[met] | _SEVERAL
         self._readers[granules[far]] = now[far] & -1 << _PHASE | _EVERYONE << _OF_WARP
         return places
+
+    def _refuse_write(self, granules: Array, now: Array, at: Instruction) -> None:
+        self._refuse(self._pending[granules] > 0, granules, at, "writes what an asynchronous copy is bringing")
+        if self._asked:
+            reads = self._multiplied[:, granules].max(0) > 0
+            self._refuse(reads, granules, at, "writes what a product may still read")
+        for history, what in ((self._writers, "wrote"), (self._readers, "read")):
+            self._refuse(_unordered(history[granules], now), granules, at, f"writes what another thread {what}")
 
     def _refuse_read(self, writers: Array, granules: Array, now: Array, at: Instruction) -> None:
         self._refuse(writers == _NOBODY, granules, at, "reads what no thread has written")

@@ -15,8 +15,12 @@ from tiebreak.kernels.kernel import CannotRunError
 #: What the threads of a mask, bool (blocks, threads), do; and which of them can't go on yet, having done nothing.
 Run = Callable[[Threads, Array], Array | None]
 Read = Callable[[Threads], Array]
-_SHARED = "global_smem"  # Triton's name of it
 _SPECIAL = re.compile(r"%(?:tid\.x|n?ctaid\.[xyz]|laneid)")
+
+
+def idle(_: Instruction, __: re.Match[str]) -> Run:
+    """Bind an instruction that changes nothing here."""
+    return lambda threads, mask: None
 
 
 def reader(operand: Operand, kind: str, at: Instruction) -> Read:
@@ -25,8 +29,8 @@ def reader(operand: Operand, kind: str, at: Instruction) -> Read:
     size = dtype.itemsize * (2 if kind.endswith("x2") else 1)
     if name in at.types or _SPECIAL.fullmatch(name):
         return lambda threads: typed(threads.get(name), dtype, size)
-    try:  # a number, of fp32 and fp64 its bits; shared memory begins at 0
-        bits = 0 if name == _SHARED else int(re.sub("^0[fFdD]", "0x", name).rstrip("U"), 0)
+    try:  # a number, of fp32 and fp64 its bits
+        bits = int(re.sub("^0[fFdD]", "0x", name).rstrip("U"), 0)
     except ValueError as error:
         raise CannotRunError(f"{at} names {name}, which is not known here") from error
     constant = np.array([[bits % 2 ** (8 * size)]], f"u{size}")

@@ -11,6 +11,8 @@ _ENTRY = re.compile(r"\.entry\s+[\w$]+\s*\((.*?)\)(.*?)\{(.*)\}", re.DOTALL)
 _REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+(.+)", re.DOTALL)
 _STATEMENT = re.compile(r"(?:@(!?)(%?[\w$]+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
 _OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*")
+_PARAMETER = re.compile(r"([\w$]+)(\[\d+\])?\s*(?:,|$)")
+_SHARED = re.compile(r"\.extern\s+\.shared[^;]*?([\w$]+)\[\];")
 _ADDRESS = re.compile(r"\[\s*([%\w$]+)\s*(?:\+\s*(-?\w+))?\s*\]")
 
 
@@ -50,12 +52,15 @@ def parsed(text: str) -> tuple[list[str], list[Instruction], dict[str, int]]:
     Raises:
         CannotRunError: it is none, or holds a statement that is not known here.
     """
-    entry = _ENTRY.search(_COMMENT.sub("", text).partition("\n\t.section")[0])
+    text = _COMMENT.sub("", text).partition("\n\t.section")[0]
+    entry = _ENTRY.search(text)
     if entry is None:
         raise CannotRunError("the PTX has no kernel")
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
-    types: dict[str, str] = {}
+    parameters = _PARAMETER.findall(entry[1])
+    # Whose address is taken, a register is for the parser; that of shared memory is 0, as of what nobody has written.
+    types = dict.fromkeys([*(name for name, several in parameters if several), *_SHARED.findall(text)], "b64")
     scopes: list[str] = [""]  # a label is known within its braces: those of inline assembly are alike
     inside: list[tuple[str, ...]] = []  # by instruction
     for line, statement in _statements(entry[3]):
@@ -77,13 +82,16 @@ def parsed(text: str) -> tuple[list[str], list[Instruction], dict[str, int]]:
         if at.opcode in ("bra", "bra.uni"):
             target = next(name for scope in inside[number] if (name := f"{at.operands[0]}{scope}") in labels)
             instructions[number] = replace(at, operands=(target,))
-    return re.findall(r"([\w$]+)\s*(?:,|$)", entry[1]), instructions, labels
+    return [name for name, _ in parameters], instructions, labels
 
 
 def _statements(body: str) -> Iterator[tuple[int, str]]:
     """Yield statements, labels and braces of scopes, without directives except `.reg`."""
+    begun = ""
     for line, text in enumerate(body.split("\n"), 1):
-        for part in re.split(r"(?<=:)\s|;", text + " "):
+        whole = (begun + text).strip()
+        begun = f"{whole} " if whole and whole[0] != "." and whole[-1] not in ";:{}" else ""
+        for part in [] if begun else re.split(r"(?<=:)\s|;", f"{whole} "):
             bare = part.strip()
             if bare.count("{") > bare.count("}"):
                 yield line, "{"

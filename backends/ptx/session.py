@@ -17,7 +17,7 @@ from triton.runtime.jit import JITFunction
 from tiebreak.backends.absent import absent
 from tiebreak.backends.interpreter.memory import KernelMemory, arguments_of
 from tiebreak.backends.ptx.execution import Program
-from tiebreak.backends.ptx.threads import Launch
+from tiebreak.backends.ptx.threads import Launch, TensorMap
 from tiebreak.kernels.kernel import CannotRunError
 from tiebreak.kernels.triton.compiling import compiling_text
 
@@ -71,6 +71,7 @@ class _Launcher:
         self._types: Mapping[str, Any] = source.signature
         self._threads, self._shared = 32 * metadata.num_warps, metadata.shared
         self._name = str(source.fn.__name__)
+        self._boxes = getattr(metadata, "tensordesc_meta", None) or ()
         if metadata.num_ctas > 1 or metadata.global_scratch_size:
             raise CannotRunError("clusters of blocks and scratch memory are not executed here")
 
@@ -78,19 +79,41 @@ class _Launcher:
         """Run a program; the last arguments are its parameters, those before them the driver's."""
         bound = dict(zip(self._types, rest[-len(self._types) :], strict=True))
         given = {name: value for name, value in bound.items() if self._types[name] != "constexpr"}
-        bits = [number for name, value in given.items() for number in _bits(self._types[name], value)]
+        boxes, maps = iter(self._boxes), list[TensorMap]()
+        bits = [number for name, value in given.items() for number in _bits(self._types[name], value, boxes, maps)]
         memory = KernelMemory(self._name, tuple(arguments_of(given)))
-        program.run(Launch((x, y, z), self._threads, self._shared, bits, memory))
+        program.run(Launch((x, y, z), self._threads, self._shared, bits, memory, maps))
 
 
-def _bits(kind: Any, value: Any) -> Iterator[int]:
-    """Yield an argument as a kernel gets it: a tensor's address, the parts of a tuple without constants."""
+def _bits(kind: Any, value: Any, boxes: Iterator[Any], maps: list[TensorMap]) -> Iterator[int]:
+    """Yield an argument as a kernel gets it: a tensor's address, the parts of a tuple without constants.
+
+    Of a descriptor the number of its map among `maps`, which it joins, if the card has these: `boxes` say how.
+    """
     if isinstance(kind, tuple):
         for part, element in zip(kind, value, strict=True):
-            yield from _bits(part, element)
+            yield from _bits(part, element, boxes, maps)
+    elif kind.startswith("tensordesc"):
+        box = next(boxes, None)
+        if box is None:
+            yield from (value.base.data_ptr(), *value.shape, *value.strides, value.padding == "nan", 0)
+        else:
+            yield len(maps)
+            maps.append(_map_of(value, box))
+        yield from (*value.shape, *value.strides)
     elif kind in _FLOATS:
         yield int.from_bytes(struct.pack(f"<{_FLOATS[kind]}", value), "little")
-    elif kind.startswith("tensordesc"):
-        raise CannotRunError("tensor descriptors are not executed here")
     elif kind != "constexpr":
         yield value.data_ptr() if hasattr(value, "data_ptr") else int(value)
+
+
+def _map_of(descriptor: Any, box: Mapping[str, Any]) -> TensorMap:
+    """Return the map that the driver would make of a descriptor, whose axes are in the other order there."""
+    if box["fp4_padded"] or box.get("is_im2col"):
+        raise CannotRunError("tensor maps of four bits, or of im2col, are not executed here")
+    size, strides = box["elem_size"], list(descriptor.strides)[::-1]
+    lengths, within = tuple(descriptor.shape)[::-1], tuple(box["block_size"])[::-1]
+    strides_in_bytes = tuple(size * stride for stride in strides)
+    return TensorMap(
+        descriptor.base.data_ptr(), lengths, strides_in_bytes, within, box["swizzle"], descriptor.padding == "nan"
+    )

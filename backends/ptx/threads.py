@@ -1,6 +1,6 @@
 """The threads of some blocks: their registers, and the memory that they see."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -9,12 +9,24 @@ import numpy as np
 
 from tiebreak.backends.interpreter.memory import KernelMemory
 from tiebreak.backends.interpreter.numbers import Array
-from tiebreak.backends.ptx.memory import WARP, Global, Shared, SharedMemoryError
+from tiebreak.backends.ptx.memory import WARP, WARPGROUP, Global, Shared, SharedMemoryError
 from tiebreak.backends.ptx.parsing import Instruction
 from tiebreak.backends.ptx.tensor_memory import TensorMemory
 from tiebreak.kernels.kernel import CannotRunError
 
 _NOTHING = np.zeros((1, 1), np.uint64)
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A tensor whose boxes are copied to and from shared memory, the axis along which it is dense first."""
+
+    start: int  # address
+    lengths: tuple[int, ...]
+    strides: tuple[int, ...]  # bytes, the first that of an element
+    box: tuple[int, ...]  # its lengths
+    swizzle: int = 0  # its mode: rows of 16, 32, 64 or 128 bytes
+    nan: bool = False  # whether a box has NaN instead of zeros beyond the tensor
 
 
 @dataclass(frozen=True)
@@ -24,8 +36,9 @@ class Launch:
     grid: tuple[int, int, int]  # blocks along x, y and z
     threads: int  # of a block
     shared: int  # bytes of a block
-    arguments: Sequence[int]  # the bits of every parameter
+    arguments: Sequence[int | bytes]  # the bits of every parameter; of a tensor map its number, in the first bytes
     memory: KernelMemory  # what they may touch
+    maps: Sequence["TensorMap"] = ()
 
 
 class Threads:
@@ -36,13 +49,16 @@ class Threads:
         self.shape = len(blocks), launch.threads
         self.everyone = np.ones(self.shape, bool)
         self.shared = Shared(*self.shape, launch.shared, granule)
-        self.memory = Global(launch.memory)
-        self._fenced = False  # whether a wgmma.fence was executed
-        self._unfenced: set[str] = set()  # registers that were written since
-        # By register the group of products, of each block, that brings it or reads it; 0: none.
+        self.memory, self.maps = Global(launch.memory), launch.maps
+        self.parameters: Mapping[str, bytes] = {}
+        self._warpgroup = np.minimum(np.arange(launch.threads) // WARPGROUP, self.shared.products.shape[1] - 2)
+        self._fenced = np.zeros(self.shape, bool)  # whether a wgmma.fence was executed
+        self._unfenced: dict[str, Array] = {}  # registers that were written since, by which threads
+        # By register the group of products, of each thread, that brings it or reads it; 0: none.
         self._brought: dict[str, Array] = {}
         self._taken: dict[str, Array] = {}
         self.barriers: dict[int, Any] = {}  # mbarriers, by their address
+        self.named: dict[int, Any] = {}  # barriers of so many threads, by their number
         self._active = self.everyone
         self.instruction = Instruction(0, "", False, "", (), {})  # that is executed
         thread = np.arange(launch.threads, dtype=np.uint32)[None]
@@ -71,13 +87,14 @@ class Threads:
         for flying, what in ((self._brought, "is bringing"), (self._taken, "is reading")):
             if name in flying:
                 self._refuse(flying[name], f"writes {name}, which a product {what}")
-        self._unfenced.add(name)
+        everyone, before = mask is self.everyone, self._unfenced.get(name)
+        self._unfenced[name] = mask if everyone or before is None else before | mask
         if value.ndim > 2:  # two in a register
             value = np.ascontiguousarray(value).view(f"u{2 * value.itemsize}")[..., 0]
         if value.dtype != bool:
             value = value if value.itemsize == size else value.astype(f"{value.dtype.kind}{size}")
             value = value.view(f"u{size}")
-        if mask is not self.everyone:
+        if not everyone:
             value = np.where(mask, value, self._registers.get(name, value.dtype.type(0)))
         self._registers[name] = value
 
@@ -94,33 +111,33 @@ class Threads:
 
         They are read from `operands`, registers too.
         """
-        written = sorted(self._unfenced.intersection([*names, *operands])) if self._fenced else names
-        if written:
-            raise SharedMemoryError(f"{self.instruction} takes {written[0]} and no wgmma.fence lies between")
-        group = np.where(self.full(mask).any(1, keepdims=True), self.shared.products + 1, 0)
+        nobody = np.zeros((1, 1), bool)
+        for name in (*names, *operands):
+            if (mask & (self._unfenced.get(name, nobody) | ~self._fenced)).any():
+                raise SharedMemoryError(f"{self.instruction} takes {name} and no wgmma.fence lies between")
+        group = np.where(mask, self.shared.products[:, self._warpgroup] + 1, 0)
         for name, value in zip(names, values, strict=True):
-            earlier = self._brought.pop(name, 0)
+            earlier, unfenced = self._brought.pop(name, 0), self._unfenced.get(name, nobody)
             self.put(name, 4, value, mask)
-            self._brought[name] = np.maximum(group, earlier)
+            self._brought[name], self._unfenced[name] = np.maximum(group, earlier), unfenced
         for name in operands:
             self._taken[name] = np.maximum(group, self._taken.get(name, 0))
-        self._unfenced.difference_update(names)
 
-    def fence(self) -> None:
-        """Let products take registers as they are."""
-        self._fenced = True
-        self._unfenced.clear()
+    def fence(self, mask: Array) -> None:
+        """Let products of these threads take registers as they are."""
+        self._fenced |= mask
+        self._unfenced = {name: late for name, who in self._unfenced.items() if (late := who & ~mask).any()}
 
     def complete(self, groups: Array, *, others: bool = False) -> None:
-        """End groups of products up to a number, (blocks, 1), whose `others` may be at work until a barrier."""
+        """End groups of products up to a number, (blocks, columns), whose `others` may be at work until a barrier."""
         for flying in (self._brought, self._taken):
             for name, group in list(flying.items()):
-                flying[name] = np.where(group <= groups, 0, group)
+                flying[name] = np.where(group <= groups[:, self._warpgroup], 0, group)
                 if not flying[name].any():
                     del flying[name]
         self.shared.complete(groups, others=others)
         if "tensor" in self.__dict__:
-            self.tensor.complete(groups)
+            self.tensor.complete(groups[:, :1])
 
     @cached_property
     def tensor(self) -> TensorMemory:
@@ -139,8 +156,16 @@ class Threads:
             raise CannotRunError(f"{at} is reached by some threads of a warp alone")
         return np.asarray(some)
 
-    def gathered(self, mask: Array) -> tuple[Array, Array | None]:
-        """Return which blocks, (blocks, 1), execute an instruction with all their threads; and who waits for others."""
-        shown = self.full(mask)
-        whole = shown.min(1, keepdims=True)
-        return whole, None if shown.max() == whole.min() else shown & ~whole
+    def gathered(self, mask: Array, size: int = 0) -> tuple[Array, Array | None]:
+        """Return which groups of `size` threads, else blocks, execute an instruction with all their threads.
+
+        Args:
+            mask: of the threads that are there.
+            size: of a group, which divides the block.
+
+        Returns:
+            bool (blocks, groups), and the threads that wait for others of their group.
+        """
+        shown = self.full(mask).reshape(self.shape[0], -1, size or self.shape[1])
+        whole = shown.min(2)
+        return whole, None if shown.max() == whole.min() else (shown & ~whole[..., None]).reshape(self.shape)

@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from tiebreak.backends.interpreter.numbers import Array
-from tiebreak.backends.ptx.memory import WARP
+from tiebreak.backends.ptx.memory import WARP, WARPGROUP
 from tiebreak.backends.ptx.operands import Run, names_of, reader
 from tiebreak.backends.ptx.operations import TYPES
 from tiebreak.backends.ptx.parsing import Instruction
 from tiebreak.backends.ptx.products import product_of
 from tiebreak.backends.ptx.threads import Threads
 
-_GROUP, _ROWS = 4 * WARP, 64  # threads of a warpgroup, and rows of its product
+_ROWS = 64  # of the product of a warpgroup
 _WIDTHS = {0: 16, 2: 128, 4: 64, 6: 32}  # bytes of a swizzled row, by bits 61 to 63 of a descriptor, on sm_100 too
 _FIELD = 0x3FFF  # bits of an address, or of an offset, in 16 bytes
 
@@ -38,8 +38,10 @@ def _offsets(count: int, k: int, size: int, turned: bool, descriptor: int) -> Ar
     return outer % 8 * width + outer // 8 * stride + beside
 
 
-def tiles(threads: Threads, descriptors: Array, block: Array, shape: tuple[int, int], kind: str, turned: bool) -> Array:
-    """Return what descriptors name, fp32 (descriptors, rows or columns, k), each in the shared memory of its block."""
+def tiles(
+    threads: Threads, descriptors: Array, owner: Sequence[Array], shape: tuple[int, int], kind: str, turned: bool
+) -> Array:
+    """Return what descriptors name, fp32 (descriptors, rows or columns, k); `owner`: its block, and who reads it."""
     at = threads.instruction
     (layout,) = {int(each) & ~_FIELD for each in descriptors}
     if layout >> 49 & 15 or layout >> 61 not in _WIDTHS:  # a base offset, another mode
@@ -48,7 +50,8 @@ def tiles(threads: Threads, descriptors: Array, block: Array, shape: tuple[int, 
     places = (descriptors & np.uint64(_FIELD)).astype(np.int64)[:, None, None] * 16
     places = places + _offsets(*shape, TYPES[kind].itemsize, turned, layout)
     places ^= places >> 3 & width - 16  # the swizzle is one of addresses: a descriptor may begin within a row
-    return threads.shared.operands(places, block, TYPES[kind], at).astype(np.float32)
+    block, column = owner
+    return threads.shared.operands(places, block, TYPES[kind], at, column).astype(np.float32)
 
 
 def _product(at: Instruction, _: re.Match[str]) -> Run:
@@ -62,29 +65,32 @@ def _product(at: Instruction, _: re.Match[str]) -> Run:
     b_read, keep = reader(of_b, "u64", at), reader(keeps, "pred", at)
 
     def multiply(threads: Threads, mask: Array) -> Array | None:
-        blocks, waits = threads.gathered(mask)
-        block = blocks.nonzero()[0]
+        groups, waits = threads.gathered(mask, WARPGROUP)
+        block, group = owner = groups.nonzero()
         if not len(block):
             return waits
 
         def taken(values: Sequence[Array]) -> Array:
             """Return registers of the threads that multiply, (warpgroups, threads, registers)."""
-            return np.stack([threads.full(value)[block] for value in values], -1).reshape(-1, _GROUP, len(values))
+            held = [threads.full(value).reshape(*groups.shape, WARPGROUP)[owner] for value in values]
+            return np.stack(held, -1)
 
         a, c = taken([read(threads) for read in a_reads]), taken(threads.sums(names))
         c = np.where(taken([keep(threads)]), c, np.uint32(0))
-        of_block = np.repeat(block, len(c) // len(block))
         columns = taken([b_read(threads)])[:, 0, 0]
-        right = tiles(threads, columns, of_block, (product.n, product.k), product.b, turned=b_turned)
+        right = tiles(threads, columns, owner, (product.n, product.k), product.b, turned=b_turned)
         if held:
             left = product.rows(a.reshape(-1, WARP * len(a_reads)))
         else:
-            left = tiles(threads, a[:, 0, 0], of_block, (_ROWS, product.k), product.a, turned=a_turned)
-        which = np.repeat(np.arange(len(right)), _GROUP // WARP)
+            left = tiles(threads, a[:, 0, 0], owner, (_ROWS, product.k), product.a, turned=a_turned)
+        which = np.repeat(np.arange(len(right)), WARPGROUP // WARP)
         d = product.of_tiles(left.reshape(-1, 16, product.k), right.swapaxes(1, 2), which, c)
         values = np.zeros((len(names), *threads.shape), np.uint32)
-        values[:, block] = np.moveaxis(d.reshape(len(block), -1, len(names)), -1, 0)
-        threads.bring(names, values, mask & blocks, names_of(of_a) if held else ())
+        values.reshape(-1, *groups.shape, WARPGROUP)[:, block, group] = np.moveaxis(
+            d.reshape(-1, WARPGROUP, len(names)), -1, 0
+        )
+        shown = np.repeat(groups, WARPGROUP, 1)
+        threads.bring(names, values, threads.everyone if shown.all() else shown, names_of(of_a) if held else ())
         return waits
 
     return multiply
@@ -92,15 +98,16 @@ def _product(at: Instruction, _: re.Match[str]) -> Run:
 
 def _synchronise(at: Instruction, match: re.Match[str]) -> Run:
     def meet(threads: Threads, mask: Array) -> Array | None:
-        blocks, waits = threads.gathered(mask)
+        groups, waits = threads.gathered(mask, WARPGROUP)
+        shown = np.pad(groups, ((0, 0), (0, 1)))  # without copies
         if match[1] == "commit_group":
-            threads.shared.products += blocks
+            threads.shared.products += shown
         elif match[1] == "wait_group":
-            others = threads.shape[1] > _GROUP  # may still be at work
-            done = np.where(blocks, threads.shared.products - int(str(at.operands[0])), 0)
+            others = threads.shape[1] > WARPGROUP  # may still be at work
+            done = np.where(shown, threads.shared.products - int(str(at.operands[0])), 0)
             threads.complete(done, others=others)
-        elif blocks.any():
-            threads.fence()
+        else:
+            threads.fence(np.repeat(groups, WARPGROUP, 1))
         return waits
 
     return meet

@@ -94,7 +94,7 @@ class Caller:
         if (inputs.causal and not inputs.own_ends) or not {ALIBI, WINDOW}.isdisjoint(inputs.required_features()):
             return f"its {word} ends a sequence, and so moves a causal mask, a window or a distance"
         # With a table of pages it may count keys in pages only.
-        of_pages = PAGES in convention.values.values()
+        of_pages = PAGES in convention.takes
         return f"its {word} counts keys in pages" if of_pages and not paged else None
 
     def undeclared(self, inputs: AttentionInputs) -> str | None:

@@ -67,7 +67,7 @@ class _Settings(Data, frozen=True):
     expected: tuple[Expected, ...] = ()  # excused failures, as in the file of --expected
 
 
-def _toml(path: Path, kind: type[_T], where: str, table: tuple[str, ...] = ()) -> _T:
+def toml(path: Path, kind: type[_T], where: str, table: tuple[str, ...] = ()) -> _T:
     """Read a table of a TOML file, empty if it has none; UsageError: no file (says `where`), or a wrong field."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -89,7 +89,7 @@ def _settings(folder: Path) -> tuple[Path, _Settings]:
     here = folder.resolve()
     for path in (each / "pyproject.toml" for each in (here, *here.parents)):
         if path.is_file():
-            return path, _toml(path, _Settings, str(path), ("tool", "tiebreak"))
+            return path, toml(path, _Settings, str(path), ("tool", "tiebreak"))
     return here / "pyproject.toml", _Settings()
 
 
@@ -112,7 +112,7 @@ def read(flag: str | None, folder: Path, checks: Collection[str] | None) -> tupl
 
 def of_file(path: Path, where: str, checks: Collection[str] | None) -> tuple[Expected, ...]:
     """Return the entries of a file, those that have expired too; UsageError for a field that is wrong, or no file."""
-    return _checked(_toml(path, _File, where).expected, str(path), checks)
+    return _checked(toml(path, _File, where).expected, str(path), checks)
 
 
 def _checked(entries: Iterable[Expected], file: str, checks: Collection[str] | None) -> tuple[Expected, ...]:

@@ -126,7 +126,7 @@ def test_memory_that_was_not_given_is_not_touched(executed: Executed) -> None:
         ("mov.u32 %r2, %clock;", r"names %clock, which is not known here"),
         ("mov.u32 %r2, elsewhere;", r"mov\.u32 \(line \d+ .*\) names elsewhere"),
         ("shfl.sync.bfly.b32 %r2, %r0, 1, 7199, -1;", r"instruction shfl\.sync\.bfly\.b32"),
-        ("bar.sync 1, 32;", r"instruction bar\.sync"),
+        ("bar.red.popc.u32 %r2, 0, %p0;", r"instruction bar\.red\.popc\.u32"),
         ("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%r2}, {%r0}, {%r1}, {%r2};", r"instruction mma\.sync"),
         ("setp.gt.s32 %p0, %r0, 5; @%p0 shfl.sync.bfly.b32 %r2, %r0, 1, 31, -1;", r"some threads of a warp alone"),
     ],

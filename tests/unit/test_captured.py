@@ -141,7 +141,10 @@ class TestCases:
     def test_no_case_is_too_large_for_a_worker(self) -> None:
         for heads, tokens, groups, causal in product((1, 12, 4096), (16, 1000, 8192), (1, 3), (False, True)):
             all_heads = heads * groups
-            used, rows, keys = captured._used(all_heads, groups, queries=tokens, keys=tokens, causal=causal)
+            part, cut = captured.used_part(1, all_heads, groups, queries=tokens, keys=tokens, causal=causal)
+            entries, used, rows, keys = part
+            assert entries == 1
+            assert bool(cut) == (part != (1, all_heads, tokens, tokens))
             assert used % groups == 0
             assert groups <= used <= all_heads
             assert used * rows * keys <= captured._SCORES

@@ -15,7 +15,7 @@ from torch import Tensor
 from tiebreak.backends.backend import Backend
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.kernels.declarations import parse_declaration
-from tiebreak.kernels.external.options import kernel
+from tiebreak.kernels.external.options import declared_options, kernel
 from tiebreak.kernels.features import FEATURES, GROUPED
 from tiebreak.kernels.kernel import CannotRunError, NotAskedError
 from tiebreak.programs.files import runner
@@ -72,12 +72,14 @@ class CallFolder:
 
     @cached_property
     def stated(self) -> dict[str, Any]:
-        """The device by device.json; UsageError: that is no JSON object, or its products are none of a plan."""
+        """What device.json says; UsageError: it is no object, or its products or declared words are none."""
         path = self.path / DEVICE
         try:
             said = json.loads(path.read_bytes()) if path.exists() else {}
-            if not isinstance(said, dict) or not isinstance(said.get("products", []), list):
-                raise ValueError('expected an object, such as {"device": "...", "products": ["accumulator=amx"]}')
+            kinds = {"products": list, "declare": dict}
+            if not isinstance(said, dict) or not all(isinstance(said.get(x, kinds[x]()), kinds[x]) for x in kinds):
+                raise ValueError('expected {"device": "...", "products": ["accumulator=amx"], "declare": {"lse": "2"}}')
+            declared_options(None, [f"{word}={value}" for word, value in said.get("declare", {}).items()])
             parse_declaration(",".join(["flash@paper", *map(str, said.get("products", []))]))
         except (ValueError, RecursionError) as error:
             raise UsageError(f"{path}: {one_line(str(error))}") from error
@@ -85,6 +87,9 @@ class CallFolder:
 
     def faults(self) -> Iterator[str]:
         """Yield what is missing or wrong in the folder, a line each; without any, all can be judged."""
+        for name, sha256 in self.manifest.files.items():
+            if not (path := self.path / name).is_file() or digest(path.read_bytes()) != sha256:
+                yield f"{path}: is not what was exported: export again"
         for call in self.manifest.calls:
             try:
                 faults = [*self._input_faults(call), *self._output_faults(call)]

@@ -1,11 +1,12 @@
 """`tiebreak export FOLDER`: the calls that a run would make, as files for a device or a program that is not here."""
 
 import argparse
+import json
 import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -18,12 +19,14 @@ import msgspec
 from tiebreak import kernels
 from tiebreak.backends.backend import EMULATION
 from tiebreak.cases.capture.folder import MB
+from tiebreak.cases.captured import captured_cases
 from tiebreak.cases.case import JOINED
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.external.call import Call, Made, Placed, Triple
 from tiebreak.kernels.external.caller import Caller
+from tiebreak.kernels.external.kernels import external_kernel
 from tiebreak.kernels.external.options import TAKEN
-from tiebreak.kernels.formats import BF16, Rounding
+from tiebreak.kernels.formats import BF16, FP16, Rounding
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Declaration, run_backward, run_forward
 from tiebreak.kernels.triton.roster import DECLARATIONS
@@ -32,14 +35,15 @@ from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.scheduling import cell_id
 from tiebreak.matrix.selection import Selection, cells, check_usable
 from tiebreak.programs import check
-from tiebreak.programs.files import backend, own, runner
-from tiebreak.programs.files.backend import FILES, NOT_ASKED, TARGET, Tensors, Values, as_called, stored
+from tiebreak.programs.files import backend, dump, own, runner
+from tiebreak.programs.files.backend import DEVICE, FILES, NOT_ASKED, TARGET, Tensors, Values, as_called, stored
 from tiebreak.reports.calls import MANIFEST, Calls, Stored, StoredCall, digest_of
 from tiebreak.reports.cli import PASSED, Parser, count, positive
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import first_few, split
 from tiebreak.reports.records import store
 from tiebreak.reports.records.decode import SCHEMA
+from tiebreak.reports.statement import digest
 from tiebreak.reports.tables.run import counted
 
 #: What files can show, by kind of experiment: all of its cases, or these. A new kind is left out until it stands here.
@@ -211,8 +215,11 @@ def main(arguments: Sequence[str]) -> int:
         raise UsageError(f"--kernel {asked.kernel}: for a runner, say where it is to be with --runner FILE.py")
     if asked.folder is None and asked.runner is None:
         raise UsageError("name a new folder for the calls, or --runner FILE.py alone")
+    if asked.dump is not None and asked.folder is None:
+        raise UsageError(f"--dump {asked.dump}: name a new folder for its calls")
     if asked.folder is not None:
-        _export(asked)
+        _refuse_used(asked.folder)
+        (_export if asked.dump is None else _export_dump)(asked)
     if asked.runner is not None:
         _write_runner(asked.runner, asked.kernel)
     return PASSED
@@ -221,20 +228,83 @@ def main(arguments: Sequence[str]) -> int:
 def _export(asked: argparse.Namespace) -> None:
     """Write the folder that is asked for."""
     folder, takes = asked.folder, tuple(split(asked.takes))
-    if folder.exists() and (not folder.is_dir() or any(folder.glob("*.out.*")) or (folder / MANIFEST).exists()):
-        raise UsageError(f"{folder}: has calls already, or is no folder: name a new one")
     if unknown := [word for word in takes if word not in TAKEN]:
         raise UsageError(f"--takes {unknown[0]}: known are {', '.join(TAKEN)}")
     given = {name: str(value) for name in _RUN if (value := getattr(asked, name)) is not None}
     recorder, given["cases"] = recorded(folder, given, declared(takes, asked.layout))
     calls = list(recorder.merged())
-    size = sum(x.numel() * x.element_size() for tensors, _ in calls for x in tensors.values()) / MB
-    print(f"{counted(len(calls), 'call')} of {counted(len(split(given['cases'])), 'case')}, {size:.1f} MB: {folder}")
-    if size > asked.most:
-        raise UsageError(f"{size:.0f} MB are more than --most {asked.most}: give fewer --heads or --cases, or raise it")
+    cases = counted(len(split(given["cases"])), "case")
+    _tell_size(asked, [x for x, _ in calls], f"{counted(len(calls), 'call')} of {cases}", "--heads or --cases")
     every = tuple(call for _, call in calls)
-    manifest = Calls(SCHEMA, version("tiebreak"), given, takes, asked.layout, asked.raw, every, "")
+    manifest = Calls(SCHEMA, version("tiebreak"), given, _given(asked), takes, asked.layout, asked.raw, every, {}, "")
     _write(folder, msgspec.structs.replace(manifest, digest=manifest.own_digest), [x for x, _ in calls])
+
+
+def _given(asked: argparse.Namespace) -> dict[str, str]:
+    """Return the options that say what is asked, other than their defaults; a flag is empty."""
+    parser, names = _parser(), (*_RUN, "takes", "layout", "raw")
+    given = {name: value for name in names if (value := getattr(asked, name)) != parser.get_default(name)}
+    return {name: "" if value is True else str(value) for name, value in given.items()}
+
+
+def _refuse_used(folder: Path) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.glob("*.out.*")) or (folder / MANIFEST).exists()):
+        raise UsageError(f"{folder}: has calls already, or is no folder: name a new one")
+
+
+def _tell_size(asked: argparse.Namespace, written: Iterable[Tensors], what: str, fewer: str) -> None:
+    """Print how much is about to be written; UsageError: it is more than is allowed."""
+    size = sum(x.numel() * x.element_size() for tensors in written for x in tensors.values()) / MB
+    print(f"{what}, {size:.1f} MB: {asked.folder}")
+    if size > asked.most:
+        raise UsageError(f"{size:.0f} MB are more than --most {asked.most}: give fewer {fewer}, or raise it")
+
+
+def _export_dump(asked: argparse.Namespace) -> None:
+    """Write the calls of an engine's dump as captured tensors, and its answers to them."""
+    folder, mapped = asked.folder, dump.read(asked.dump)
+    if more := _given(asked):
+        raise UsageError(f"--{min(more)}: a dump says itself what was asked: leave it out")
+    every = list(dump.dumped(asked.dump, mapped))
+    written = (x for each in every for x in (each.tensors, each.answers))
+    _tell_size(asked, written, counted(len(every), "call"), "layers")
+    store.check_writable(folder)
+    for name in dict.fromkeys(each.file for each in every):
+        of_file = [each for each in every if each.file == name]
+        tensors = {f"layer{each.layer}.{part}": x for each in of_file for part, x in each.tensors.items()}
+        runner.write(
+            folder / name, tensors, {f"layer{x.layer}.{w}": text for x in of_file for w, text in x.words.items()}
+        )
+    files = {x.file: digest((folder / x.file).read_bytes()) for x in every}
+    heads = max(x.tensors["q"].shape[0] * x.tensors["q"].shape[1] for x in every)
+    options = {"dtype": every[0].format, "heads": str(heads), "seed": "1", "captured": "."}
+    takes, calls = _calls_of_captured(folder, options)
+    answers = {(each.file, each.layer): each.answers for each in every}
+    for place, call in calls.items():
+        runner.write(folder / f"{call.id}.out.safetensors", answers[place], {"call": call.digest})
+    if mapped.device:
+        store.write_text(json.dumps({"device": mapped.device}), folder / DEVICE)
+    manifest = Calls(SCHEMA, version("tiebreak"), options, {}, takes, "bhnd", False, tuple(calls.values()), files, "")
+    store.write(msgspec.structs.replace(manifest, digest=manifest.own_digest), folder / MANIFEST)
+
+
+def _calls_of_captured(
+    folder: Path, options: Mapping[str, str]
+) -> tuple[tuple[str, ...], dict[tuple[str, str], StoredCall]]:
+    """Return the features of the calls of a folder's captured tensors, and the calls by file and layer."""
+    fmt, heads, cases = {"bf16": BF16, "fp16": FP16}[options["dtype"]], int(options["heads"]), captured_cases(folder)
+    inputs = [case.make(int(options["seed"]), 0, heads, fmt) for case in cases]
+    takes = tuple(sorted({each.taken for x in inputs for each in x.required_features()}))
+    flags = [f"{name}={value}" for name, value in declared(takes, "bhnd").items()]
+    caller, calls = external_kernel(TARGET, flags=flags).caller, {}
+    for number, (case, x) in enumerate(zip(cases, inputs, strict=True), 1):
+        made = caller.call(x)
+        placed = made.placed(gradients=False)
+        tensors, values = as_called(dict(zip("qkv", placed.arguments, strict=True)), made.keywords(x))
+        described = stored(tensors)
+        call = StoredCall(f"{number:04}", digest_of(described, values), case.name, described, values, 1, finite=True)
+        calls[case.source, case.name.rpartition("=")[2].rstrip("]")] = call
+    return takes, calls
 
 
 def _write_runner(path: Path, kernel: str | None) -> None:
@@ -281,6 +351,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--heads", type=positive, default=32, metavar="N", help="of a case at first (default: 32)")
     add("--seed", type=count, default=1, metavar="N", help="of all inputs (default: 1)")
     add("--features", metavar="NAMES", help="added to each case, as of tiebreak check; --takes has to list them")
+    add("--dump", type=Path, metavar="FILE.toml", help="an engine's dumped tensors, by a mapping (docs/files.md)")
     add("--captured", metavar="DIR", help="tensors of a training run, as of tiebreak check")
     add("--takes", default=_TAKES, metavar="WORDS", help=f"what it takes, of {', '.join(TAKEN)} (default: {_TAKES})")
     add("--layout", choices=("bhnd", "bnhd"), default="bhnd", help="order of dimensions (default: bhnd)")
