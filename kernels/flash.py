@@ -22,6 +22,7 @@ from tiebreak.kernels.plans import Cast, DeltaSource, Exponential, RoundingPlan,
 from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
 
 _FP32 = Cast(FP32)
+_ROWS = 32  # of a tile of queries, at least: it changes no row, and every tile costs a run over the keys
 _NATURAL, _LN_2 = Exponential(), math.log(2.0)
 Wanted = tuple[bool, bool, bool]  # which of dQ, dK and dV a backward pass is to compute
 ALL, DELTA_ALONE = (True, True, True), (False, False, False)
@@ -170,8 +171,13 @@ class _Tiled:
     def softmax(self) -> Softmax:
         return Softmax(self.operands.unit, self.plan, self.arithmetic)
 
-    def row_sum(self, x: Tensor) -> Tensor:
-        return self.arithmetic.row_sum(x, self.plan.accumulator)
+    def row_sum(self, x: Tensor, cast: Cast = _FP32) -> Tensor:
+        """Return sums of rows, cast at the end, or after each block of terms."""
+        first, *others = torch.split(x, cast.every or x.shape[-1], -1)
+        total = self.arithmetic.cast(self.arithmetic.row_sum(first, self.plan.accumulator), cast)
+        for terms in others:
+            total = self.arithmetic.cast(total + self.arithmetic.row_sum(terms, self.plan.accumulator), cast)
+        return total
 
 
 @dataclass(frozen=True)
@@ -206,7 +212,7 @@ class _Pass(_Tiled):
             p = p_bar.whole
         elif self.plan.row_sum_of is SumOf.CLAMPED:
             p = p.clamp(max=self.plan.p_bar.fmt.largest)
-        total = self.row_sum(p)
+        total = self.row_sum(p, self.plan.row_sum.of_a_tile)
         if self.shift_rule.row_sum_floor:
             total = total.clamp(min=self.shift_rule.row_sum_floor)
         return p_bar, self.arithmetic.cast(total, self.plan.row_sum.of_a_tile)
@@ -235,7 +241,7 @@ def _tile_by_tile(algorithm: Callable[[_Pass, slice], tuple[Tensor, Tensor]]) ->
         operands, noise = Operands.from_call(inputs, plan, arithmetic), Noise(inputs.noise_seed, inputs.q.shape[1])
         forward = _Pass(operands, block, plan, arithmetic, shift_rule, noise)
         outputs, sums = [], []
-        for rows in in_tiles(0, operands.q.shape[2], block.queries):
+        for rows in in_tiles(0, operands.q.shape[2], max(block.queries, _ROWS)):
             o, lse = algorithm(forward, rows)
             outputs.append(forward.final(o, rows))
             sums.append(lse)
@@ -311,7 +317,7 @@ def flash_1(forward: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
         shift = _finite(new_m)
         p = softmax.p_bar(s, _finite(row_max))
         alpha, beta = (softmax.between(maximum, shift) for maximum in (m, row_max))
-        block_sum = cast(forward.row_sum(p), plan.row_sum.of_a_tile)
+        block_sum = forward.row_sum(p, plan.row_sum.of_a_tile)
         new_l = forward.running(plan.row_sum, alpha * l, cast(beta * block_sum, plan.row_sum.of_a_tile))
         divisor = new_l.masked_fill(new_l == 0.0, 1.0)  # no key has been visible yet: a row of zeros stays one
         p, v = cast(p * (beta / divisor), plan.p_bar), operands.taken[2].values[:, :, keys]
@@ -359,7 +365,7 @@ def standard(forward: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
     s = operands.with_sink(operands.scores(rows, every_key), softmax.logit)
     shift = _finite(s.amax(-1, keepdim=True))
     p = softmax.p_bar(s, shift)
-    l = forward.arithmetic.cast(forward.row_sum(p), plan.row_sum)
+    l = forward.row_sum(p, plan.row_sum)
     p = forward.arithmetic.cast(p[..., every_key] / l, plan.p_bar)
     o = operands.unscaled(forward.arithmetic.matmul(p, operands.taken[2].values, plan.o_bar, plan.accumulator))
     return o, softmax.natural(shift) + torch.log(l)
