@@ -362,7 +362,9 @@ class _Source:
             known = [heads if word == "heads" else None for word in group]
             rest = size // prod(n for n in known if n)
             if len(group) > 1 and (known.count(None) > 1 or rest * prod(n for n in known if n) != size):
-                raise self._wrong(name, f'layout "{layout}": {size} is no ({" ".join(group)}): say heads, kv_heads')
+                of = f" of {heads} heads" if heads else ""
+                why = f"{size} is no ({' '.join(group)}){of}: say heads, kv_heads"
+                raise self._wrong(name, f'layout "{layout}": {why}')
             sizes += [size] if len(group) == 1 else [rest if n is None else n for n in known]
         if heads is not None and (of := dict(zip(words, sizes, strict=True)).get("heads", 1)) != heads:
             raise self._wrong(name, f"it has {of} heads, and {heads} were named")
