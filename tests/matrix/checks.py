@@ -152,7 +152,9 @@ def _accuracy(result: Result) -> Answer | None:
     answer = _answer(result, f"errors no larger than those of {plan}", _OF_O, plan)
     if answer.passed is True or not held_to or not held_to.refused:
         return answer
-    why = f"it follows {held_to.refused}, which is accepted only where it is declared; {answer.why}"
+    times = math.sqrt(max(result.number("square_ratio") or 0.0, 0.0))
+    less = f", {times:.3g} times the error of {plan}, the nearest plan that ships" if times > LIMIT else ""
+    why = f"it follows {held_to.refused}, which is accepted only where it is declared{less}; {answer.why}"
     return Answer(answer.passed, answer.asked, why)
 
 

@@ -220,7 +220,8 @@ def _number_faults(judged: Judged, case: Case) -> Iterator[str]:
     record, fmt = judged.record, judged.cell.fmt
     needed = _OF_EVERY_CALL | (_OF_PREDICTION if judged.is_predicted else frozenset())
     yield from (f"measures.{name}: missing" for name in sorted(needed - record.measures.keys()))
-    drawn = [_heads_at_once(case, judged.settings) << look for look in range(LOOKS)]
+    first, there_are = _heads_at_once(case, judged.settings), case.fixed_heads.heads if case.fixed_heads else math.inf
+    drawn = list(dict.fromkeys(min(first << look, there_are) for look in range(LOOKS)))
     if record.heads not in drawn:
         yield f"heads: {record.heads}, and a cell draws {', '.join(map(str, drawn))}"
     elif record.number("elements") != record.heads * _elements(case, fmt):
@@ -231,8 +232,9 @@ def _number_faults(judged: Judged, case: Case) -> Iterator[str]:
 
 
 def _heads_at_once(case: Case, settings: Settings) -> int:
-    """Return how many heads a cell draws at once."""
-    return settings.heads if case.most_heads is None else min(settings.heads, case.most_heads)
+    """Return how many heads a cell draws at first."""
+    most = case.fixed_heads.heads if case.fixed_heads else case.most_heads
+    return settings.heads if most is None else min(settings.heads, most)
 
 
 @cache
@@ -366,7 +368,7 @@ def _predicted_bias(judged: Judged, bench: Workbench) -> Estimate:
     call, declared = judged.cell.experiment, judged.cell.kernel.declaration
     assert isinstance(call, OneCall)
     assert declared is not None
-    batches = judged.record.heads // _heads_at_once(call.case, bench.settings)
+    batches = -(-judged.record.heads // _heads_at_once(call.case, bench.settings))
     case = bench.case(call.case, judged.cell.fmt)
     bias = merge([case.emulated(index, declared)[1] for index in range(batches)]).bias
     return Estimate.of(bias.mean, bias.half_width)
