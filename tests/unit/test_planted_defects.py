@@ -1,6 +1,7 @@
 """Planted defects fall by the checks that their rows name, and their sound twins pass there."""
 
 import re
+from collections.abc import Callable
 from functools import cache
 
 import pytest
@@ -58,7 +59,10 @@ def test_every_check_alone_catches_a_defect(check: str) -> None:
 
 
 @pytest.mark.parametrize("defect", BY_CASE, ids=[defect.name for defect in BY_CASE])
-def test_a_defect_fails_by_the_checks_of_its_row_and_is_named_and_its_sound_twin_passes(defect: Defect) -> None:
+def test_a_defect_fails_by_the_checks_of_its_row_and_is_named_and_its_sound_twin_passes(
+    defect: Defect, alike: Callable[[str], None]
+) -> None:
+    alike(defect.case)
     record = _run(defect.name, defect.case, defect.fmt.name, defect.heads)
     assert record.outcome == FAILED, record
     assert record.reasons
