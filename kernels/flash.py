@@ -22,6 +22,7 @@ from tiebreak.kernels.plans import Cast, DeltaSource, Exponential, RoundingPlan,
 from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
 
 _FP32 = Cast(FP32)
+_ROWS = 32  # of a tile of queries, at least: it changes no row, and every tile costs a run over the keys
 _NATURAL, _LN_2 = Exponential(), math.log(2.0)
 Wanted = tuple[bool, bool, bool]  # which of dQ, dK and dV a backward pass is to compute
 ALL, DELTA_ALONE = (True, True, True), (False, False, False)
@@ -170,8 +171,13 @@ class _Tiled:
     def softmax(self) -> Softmax:
         return Softmax(self.operands.unit, self.plan, self.arithmetic)
 
-    def row_sum(self, x: Tensor) -> Tensor:
-        return self.arithmetic.row_sum(x, self.plan.accumulator)
+    def row_sum(self, x: Tensor, cast: Cast = _FP32) -> Tensor:
+        """Return sums of rows, cast at the end, or after each block of terms."""
+        first, *others = torch.split(x, cast.every or x.shape[-1], -1)
+        total = self.arithmetic.cast(self.arithmetic.row_sum(first, self.plan.accumulator), cast)
+        for terms in others:
+            total = self.arithmetic.cast(total + self.arithmetic.row_sum(terms, self.plan.accumulator), cast)
+        return total
 
 
 @dataclass(frozen=True)
@@ -206,7 +212,7 @@ class _Pass(_Tiled):
             p = p_bar.whole
         elif self.plan.row_sum_of is SumOf.CLAMPED:
             p = p.clamp(max=self.plan.p_bar.fmt.largest)
-        total = self.row_sum(p)
+        total = self.row_sum(p, self.plan.row_sum.of_a_tile)
         if self.shift_rule.row_sum_floor:
             total = total.clamp(min=self.shift_rule.row_sum_floor)
         return p_bar, self.arithmetic.cast(total, self.plan.row_sum.of_a_tile)
@@ -235,7 +241,7 @@ def _tile_by_tile(algorithm: Callable[[_Pass, slice], tuple[Tensor, Tensor]]) ->
         operands, noise = Operands.from_call(inputs, plan, arithmetic), Noise(inputs.noise_seed, inputs.q.shape[1])
         forward = _Pass(operands, block, plan, arithmetic, shift_rule, noise)
         outputs, sums = [], []
-        for rows in in_tiles(0, operands.q.shape[2], block.queries):
+        for rows in in_tiles(0, operands.q.shape[2], max(block.queries, _ROWS)):
             o, lse = algorithm(forward, rows)
             outputs.append(forward.final(o, rows))
             sums.append(lse)
@@ -300,8 +306,7 @@ def flash_1(forward: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
     FlashAttention-1 (arXiv 2205.14135, algorithm 1), in the order of SGLang's prefill kernel, which comes from
     lightllm: with m~ and l~ of the tile, beta = exp(m~ - m'), l' = alpha l + beta l~, O' = (l / l' alpha) O +
     cast(exp(S - m~) (beta / l')) V. The plan's `p_bar` casts the normalised P, `o_bar` the running O; l always sums P
-    before its cast. Each tile is shifted by its maximum. A sink that
-    does not come first scales the last O.
+    before its cast. Each tile is shifted by its maximum. A sink that does not come first scales the last O.
     """
     operands, plan, softmax, cast = forward.operands, forward.plan, forward.softmax, forward.arithmetic.cast
     m, l, o = forward.begun(rows, plan.sink)
@@ -312,7 +317,7 @@ def flash_1(forward: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
         shift = _finite(new_m)
         p = softmax.p_bar(s, _finite(row_max))
         alpha, beta = (softmax.between(maximum, shift) for maximum in (m, row_max))
-        block_sum = cast(forward.row_sum(p), plan.row_sum.of_a_tile)
+        block_sum = forward.row_sum(p, plan.row_sum.of_a_tile)
         new_l = forward.running(plan.row_sum, alpha * l, cast(beta * block_sum, plan.row_sum.of_a_tile))
         divisor = new_l.masked_fill(new_l == 0.0, 1.0)  # no key has been visible yet: a row of zeros stays one
         p, v = cast(p * (beta / divisor), plan.p_bar), operands.taken[2].values[:, :, keys]
@@ -360,7 +365,7 @@ def standard(forward: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
     s = operands.with_sink(operands.scores(rows, every_key), softmax.logit)
     shift = _finite(s.amax(-1, keepdim=True))
     p = softmax.p_bar(s, shift)
-    l = forward.arithmetic.cast(forward.row_sum(p), plan.row_sum)
+    l = forward.row_sum(p, plan.row_sum)
     p = forward.arithmetic.cast(p[..., every_key] / l, plan.p_bar)
     o = operands.unscaled(forward.arithmetic.matmul(p, operands.taken[2].values, plan.o_bar, plan.accumulator))
     return o, softmax.natural(shift) + torch.log(l)
@@ -383,8 +388,9 @@ def backward(
     operands, groups = Operands.from_call(inputs, plan, arithmetic, output.tiles), inputs.groups
     tape = _Tape(operands, block, plan, arithmetic, output.o, output.lse)
     delta = tape.delta() if inputs.dlse is None else tape.delta() - inputs.dlse
+    made = torch.empty_like if operands.q.shape[2] and operands.k.shape[2] else torch.zeros_like  # without tiles
     dq, dk, dv = (
-        torch.zeros_like(tensor) if needed else tensor.new_full((), torch.nan).expand(tensor.shape)
+        made(tensor) if needed else tensor.new_full((), torch.nan).expand(tensor.shape)
         for tensor, needed in zip((operands.q, operands.k, operands.v), wanted, strict=True)
     )
     if plan.group_sums.narrows:
@@ -399,11 +405,11 @@ def backward(
             p, ds = tape.p(rows, keys), tape.ds(rows, keys, delta[:, :, rows])
             if wanted[2]:
                 p = arithmetic.cast(p, plan.p)
-                tape.add_by_key(dv[:, :, keys], tape.product(p.mT, tape.do[:, :, rows]))
+                tape.add_by_key(dv[:, :, keys], tape.product(p.mT, tape.do[:, :, rows]), first=not rows.start)
             if wanted[0]:
-                tape.add(dq[:, :, rows], left_of_dq * tape.product(ds, k[:, :, keys]), plan.sums)
+                tape.add(dq[:, :, rows], left_of_dq * tape.product(ds, k[:, :, keys]), plan.sums, first=not keys.start)
             if wanted[1]:
-                tape.add_by_key(dk[:, :, keys], left * tape.product(ds.mT, q[:, :, rows]))
+                tape.add_by_key(dk[:, :, keys], left * tape.product(ds.mT, q[:, :, rows]), first=not rows.start)
     if plan.scaled_q.narrows:
         dq = dq * operands.scale
     if not plan.group_sums.narrows:
@@ -497,14 +503,14 @@ class _Tape(_Tiled):
         of_heads = (self._p_of_sink(self.operands.sink, slice(None)) * delta).transpose(0, 1).flatten(1)
         return self.arithmetic.cast(-self.row_sum(of_heads)[:, 0], self.plan.gradients)
 
-    def add_by_key(self, total: Tensor, added: Tensor) -> None:
+    def add_by_key(self, total: Tensor, added: Tensor, *, first: bool) -> None:
         """Add to dK or dV, which hold the sum over each head, or over each key head."""
-        groups, of_groups = added.shape[1] // total.shape[1], self.plan.group_sums
-        for member in range(groups):
-            self.add(total, added[:, member::groups], of_groups if of_groups.narrows else self.plan.sums)
+        cast = self.plan.group_sums if self.plan.group_sums.narrows else self.plan.sums
+        for member in range(groups := added.shape[1] // total.shape[1]):
+            self.add(total, added[:, member::groups], cast, first=first and not member)
 
-    def add(self, total: Tensor, added: Tensor, cast: Cast) -> None:
-        total.add_(added)
+    def add(self, total: Tensor, added: Tensor, cast: Cast, *, first: bool) -> None:
+        torch.add(added, 0.0 if first else total, out=total)  # the first to 0, which nobody has filled it with
         if cast.narrows:
             total.copy_(self.arithmetic.cast(total, cast))
 

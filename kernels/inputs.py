@@ -228,6 +228,10 @@ class AttentionInputs:
         masks = self.masks().values()
         return reduce(or_, masks) if masks else None
 
+    def visible(self, s: Tensor) -> Tensor:
+        """Return scores, (batch, heads, queries, keys), with -Inf at masked ones."""
+        return s if (hidden := self.hidden()) is None else s.masked_fill(hidden, -torch.inf)
+
     def masks(self) -> dict[Feature, Tensor]:
         """Return the mask of each feature that hides scores; `hidden` combines them."""
         queries, keys, device, masks = self.q.shape[-2], self.k.shape[-2], self.q.device, {}

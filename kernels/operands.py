@@ -134,7 +134,7 @@ class Operands:
         scale, base, values, of_k = self._rounded_scale(), 1.0, q.values, k.values
         if plan.q.narrows or plan.k.narrows:
             base = base_of(plan, arithmetic)
-            factor, scale = math.sqrt(scale * base) if plan.k.narrows else scale * base, 1.0
+            factor, scale = scale * (math.sqrt(base) if plan.k.narrows else base), 1.0
             values = arithmetic.cast(values * factor, plan.q)
             of_k = arithmetic.cast(of_k * factor, plan.k) if plan.k.narrows else of_k
         elif plan.q8 is not None and plan.q8.takes_scale:
@@ -180,13 +180,16 @@ class Operands:
         return s.masked_fill(hidden, -torch.inf)
 
     def _rounded_scale(self) -> float:
-        """Return the factor of scores; in fp32 where nothing is narrow."""
-        if self.plan.divisor.narrows:
-            divisor = torch.tensor(1.0 / self.scale, dtype=torch.float32)
-            return 1.0 / self.arithmetic.cast(divisor, self.plan.divisor).item()
-        if self.plan.scale.narrows:
-            return self.arithmetic.cast(torch.tensor(self.scale, dtype=torch.float32), self.plan.scale).item()
-        return self.scale
+        """Return the factor of scores, or of q and of K both; in fp32 where nothing is narrow."""
+        plan, scale = self.plan, math.sqrt(self.scale) if self.plan.k.narrows else self.scale
+        if plan.divisor.narrows:
+            divisor = torch.tensor(1.0 / scale, dtype=torch.float32)
+            return 1.0 / self.arithmetic.cast(divisor, plan.divisor).item()
+        if plan.scale.narrows:
+            unit = base_of(plan, self.arithmetic) if plan.log2_e.narrows else 1.0  # the exponential multiplies by it
+            factor = torch.tensor(scale * LOG2_E if unit != 1.0 else scale, dtype=torch.float32)
+            return self.arithmetic.cast(factor, plan.scale).item() / unit
+        return scale
 
     def p_bar(self, p: Tensor) -> Scaled:
         """Return P-bar of one tile as the product takes it."""

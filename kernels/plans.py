@@ -33,7 +33,7 @@ class Cast:
     rounding: Rounding = Rounding.RNE  # how a value between two neighbours is placed
     follows: Follows | None = None  # the call's format that takes the place of `fmt`; None: `fmt`, whatever the call
     saturates: bool = False  # whether what lies beyond the format's largest value becomes that value, not Inf or NaN
-    every: int = 0  # of a product's: after how many terms its sum is rounded, and the next ones' added; 0: after all
+    every: int = 0  # of a product's or l's: after how many terms the sum is rounded, the next added; 0: after all
     steps: Steps = Steps.EVERY  # of a running sum's
 
     @cached_property
@@ -54,6 +54,7 @@ class Accumulator(enum.Enum):
     # Matrix products alone; row sums are in fp32, as a balanced tree. Operands of tensor cores count as bf16 (Volta's
     # as fp16, those of fp8 as e4m3), which their subnormals alone tell from another format.
     SEQUENTIAL = "fp32, term after term"  # a chain of fused multiply-adds, as code for CPUs is compiled
+    ROUNDED = "products rounded to bf16, then added up"  # a multiplication of bf16 numbers of its own, as in tinygrad
     VOLTA = "tensor core of Volta"
     AMPERE = "tensor core of Turing, Ampere or Ada"
     HOPPER = "tensor core of Hopper or Blackwell"
@@ -129,11 +130,11 @@ class RoundingPlan:
     accumulator: Accumulator = Accumulator.EXACT  # of matrix products and row sums
     exponential: Exponential = Exponential()  # of the softmax
     contracted: bool = False  # whether its argument is fma(S, c, -m c), c its scale with log2 e: S c is never rounded
-    scale: Cast = Cast(FP32)  # the scores' scale alpha itself
+    scale: Cast = Cast(FP32)  # the scores' scale alpha itself, or its root where that is what q and K are multiplied by
     divisor: Cast = Cast(FP32)  # 1 / alpha, where a kernel divides by it
     q: Cast = Cast(FP32)  # q times the scale, in base two times log2(e) too, where a kernel scales q before Q K^T
     k: Cast = Cast(FP32)  # K times the root of what q is else multiplied by; q then takes the root too
-    log2_e: Cast = Cast(FP32)  # the constant log2(e) itself, where the base is two
+    log2_e: Cast = Cast(FP32)  # log2(e) itself, where the base is two; with `scale` narrow alpha log2(e), as one number
     qk: Cast = Cast(FP32)  # Q K^T, before the scale
     exp: Cast = Cast(FP32)  # exp(S - m), before it is summed, cast for the product or normalised
     offset: int = 0  # P-bar and l are 2^offset times as large: 8 in fp8 kernels, so that e4m3 holds small ones

@@ -103,9 +103,7 @@ def _column(s: Tensor, sink: Tensor) -> Tensor:
 
 def log_sum_exp(inputs: AttentionInputs, ref: Reference) -> Tensor:
     """Return the log-sum-exp of every row with its sink, fp64 (batch, heads, queries, 1); -Inf where it sees no key."""
-    hidden = inputs.hidden()
-    visible = ref.s if hidden is None else ref.s.masked_fill(hidden, -torch.inf)
-    lse = visible.logsumexp(-1, keepdim=True)
+    lse = inputs.visible(ref.s).logsumexp(-1, keepdim=True)
     return lse if inputs.sink is None else torch.logaddexp(lse, _column(ref.s, inputs.sink))
 
 

@@ -48,6 +48,7 @@ class Calls(FileData, frozen=True):
     schema: Schema  # version of this layout
     made_by: str  # the version of tiebreak
     options: Mapping[str, str]  # of the run that makes these calls, by name
+    asked: Mapping[str, str]  # options that tiebreak export was given, other than its defaults; of a flag empty
     takes: tuple[str, ...]  # features of inputs that the kernel is to have, as --declare takes= lists them
     layout: str  # order of dimensions of q, k, v, do, and so of o: b batch, h heads, n tokens, d head dimension
     raw: bool  # tensors are files of bytes, ID.NAME.bin, and not ID.in.safetensors

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from tiebreak.backends.emulation import instructions
+from tiebreak.backends.emulation.rounding import round_to
+from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.kernel import CannotRunError
 from tiebreak.kernels.plans import Accumulator
 from tiebreak.plugins import Door
@@ -22,8 +24,10 @@ def _exact_matmul(a: Tensor, b: Tensor) -> Tensor:
     if heads <= at_once or a.shape[:-2] != b.shape[:-2] or a.device.type != "cpu":
         return (a.double() @ b.double()).float()
     # A few heads at a time: what is in fp64 stays in a core's cache.
-    pieces = zip(*(torch.split(tensor.flatten(0, -3), at_once) for tensor in (a, b)), strict=True)
-    return torch.cat([(x.double() @ y.double()).float() for x, y in pieces]).reshape(*a.shape[:-2], m, n)
+    product = torch.empty(heads, m, n, dtype=torch.float32)
+    for x, y, piece in zip(*(torch.split(t.flatten(0, -3), at_once) for t in (a, b, product)), strict=True):
+        piece.copy_(x.double() @ y.double())
+    return product.view(*a.shape[:-2], m, n)
 
 
 def _of_bf16(instruction: Matmul, a: Tensor, b: Tensor) -> Tensor:
@@ -31,10 +35,19 @@ def _of_bf16(instruction: Matmul, a: Tensor, b: Tensor) -> Tensor:
     return (instruction if all(map(instructions.holds_bf16, (a, b))) else _exact_matmul)(a, b)
 
 
+def _rounded_products(a: Tensor, b: Tensor) -> Tensor:
+    """Return a product whose terms are rounded to bf16 each, then added up exactly."""
+    total = a.new_zeros(*a.shape[:-1], b.shape[-1], dtype=torch.float64)
+    for term in range(a.shape[-1]):
+        total += round_to(a[..., term : term + 1] * b[..., term : term + 1, :], BF16)
+    return total.float()
+
+
 #: The core's own; those of a device come with its backend.
 MATMULS: Mapping[Accumulator, Matmul] = {
     Accumulator.EXACT: _exact_matmul,
     Accumulator.SEQUENTIAL: instructions.sequential_matmul,
+    Accumulator.ROUNDED: _rounded_products,
     Accumulator.BFMMLA: partial(_of_bf16, instructions.bfmmla_matmul),
     Accumulator.VDPBF16: partial(_of_bf16, instructions.vdpbf16_matmul),
     Accumulator.AMX: partial(_of_bf16, instructions.amx_matmul),

@@ -240,6 +240,9 @@ def platform_labels(runs: Sequence[Run], paths: Sequence[Path]) -> list[str]:
         machine = platform.get("machine", "")
         devices = [str(platform[name]) for name in ("gpu", "device") if platform.get(name)]
         processor = f"{machine} {cpu}" if emulated and machine not in cpu else cpu
+        if "stated" in platform:  # of outputs that were judged elsewhere
+            labels.append(f"stated: {platform['stated'].get('device', 'no device')}")
+            continue
         labels.append(", ".join([processor, *devices, *([] if emulated or level == "native" else [level])]))
     for version in _VERSIONS:
         words = [f"{version} {value}" if (value := run.platform.get(version)) else "" for run in runs]

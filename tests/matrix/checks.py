@@ -102,8 +102,8 @@ def _if_measured(measure: str, most: float, wording: str, *, where: Sequence[str
 
 def _answer(result: Result, requirement: str, limited: Sequence[_Limited], held_to: str | None) -> Answer:
     """Answer failed where a needed number is missing, NaN, or beyond its limit."""
-    numbers = {name: math.nan if (number := result.number(name)) is None else number for name in result.measures}
     passed, why = kept([limit for limit, _ in limited], result.recorded), []
+    numbers = {n: math.nan if (x := result.number(n)) is None else x for n in result.measures if not passed}
     for limit, wording in limited:
         if limit.kept(result.recorded) is not passed or passed is True:
             continue
@@ -152,7 +152,9 @@ def _accuracy(result: Result) -> Answer | None:
     answer = _answer(result, f"errors no larger than those of {plan}", _OF_O, plan)
     if answer.passed is True or not held_to or not held_to.refused:
         return answer
-    why = f"it follows {held_to.refused}, which is accepted only where it is declared; {answer.why}"
+    times = math.sqrt(max(result.number("square_ratio") or 0.0, 0.0))
+    less = f", {times:.3g} times the error of {plan}, the nearest plan that ships" if times > LIMIT else ""
+    why = f"it follows {held_to.refused}, which is accepted only where it is declared{less}; {answer.why}"
     return Answer(answer.passed, answer.asked, why)
 
 

@@ -46,7 +46,7 @@ _DIED = "its process died: killed by a signal, out of memory, or ended by the ke
 _NEVER_RUN = "never run: too many of the workers died before its turn"
 POISONED = "tiebreak.poisoned"  # name of the property that says that a cell has left its worker's device unusable
 _EVERY = 10.0  # seconds between two copies on the way, at least
-_SHARE = 30.0  # times as long as the last one took: of a large file they are no load
+_SHARE = 100.0  # times as long as the last one took: of a large file they are no load
 
 
 class RecordFile:
@@ -187,7 +187,7 @@ class RecordCollector:
         if carried:
             # The whole record was for the way here; a report in JUnit's XML gets the numbers.
             report.user_properties = [pair for pair in report.user_properties if pair[0] != PROPERTY]
-            report.user_properties += properties(self.records[name])
+            report.user_properties += properties(self.records[name]) if xml_key in self.config.stash else ()
 
     @functools.cached_property
     def words(self) -> Path:
@@ -251,9 +251,8 @@ class RecordCollector:
         interrupted = bool(session.shouldstop) or session.exitstatus == pytest.ExitCode.INTERRUPTED
         lost = [name for name in self.expected if name in self.collected - self.records.keys()]
         if lost and not interrupted and not self.config.getoption("maxfail"):
-            self.records |= {
-                name: ended_record(self.expected[name], self.settings, records.RUNS, _NEVER_RUN) for name in lost
-            }
+            for name in lost:
+                self.records[name] = ended_record(self.expected[name], self.settings, records.RUNS, _NEVER_RUN)
             self.failed.append(f"failed: {tables.counted(len(lost), 'cell')} never ran: too many workers died")
         self.run = self._as_run(complete=set(self.records) >= self.collected and not session.shouldstop)
         if (xml := self.config.stash.get(xml_key, None)) is not None:
@@ -322,12 +321,9 @@ class RecordCollector:
         self, run: records.Run, width: int | None, judged: Sequence[Verdict] = (), *, traced: bool = False
     ) -> list[str]:
         """Return the report: the verdict on users' kernels, the tables, every cell that failed, the counts."""
-        table, failed = (
-            grids.text(tables.tables(run), width=width),
-            "\n".join(tables.failures(run.records, traced=traced)),
-        )
+        table, failed = grids.text(tables.tables(run), width=width), tables.failures(run.records, traced=traced)
         texts = map(str, judged or self.verdicts(run))
-        return list(filter(None, [*texts, table, failed, tables.summary(run)]))
+        return list(filter(None, [*texts, table, "\n".join(failed), tables.summary(run)]))
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Print the report."""

@@ -213,7 +213,8 @@ class Sample:
             return ""
         if self.has_cancelled:
             return "every element of O has cancelled: no kernel's bias shows on this input"
-        return "the case has no more: capture more sequences a batch"
+        more = "capture more sequences a batch"
+        return f"the case has no more: {more}" if self.bench.case.fixed_heads else "no more were exported"
 
     def with_batch(self, output: AttentionOutput, errors: Errors) -> "Sample":
         """Return the same with one more batch."""

@@ -1,9 +1,10 @@
 """`tiebreak model`: what the attention of your model meets, and which kernels would be biased by it, in which heads."""
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -14,11 +15,11 @@ from tiebreak.cases.capture.interest import FEW, SINK, UNLIKE
 from tiebreak.cases.capture.watch import AttentionCall, ModelWatch, NotHeldError, Place
 from tiebreak.cases.captured import uncancelled_ulps
 from tiebreak.cases.verdicts import CONFIDENCE, BiasVerdict, Interval, judge, quantile
-from tiebreak.kernels.formats import BF16, Format, Formats
+from tiebreak.kernels.formats import BF16, Format
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError, Kernel, first_line
 from tiebreak.kernels.reference import Reference, reference
-from tiebreak.matrix.pairs.through_model import OwnModel, own_model, shown
+from tiebreak.matrix.pairs.through_model import OwnModel, attention, inputs_of, own_model, shown
 from tiebreak.matrix.selection import Selection, matching_backends
 from tiebreak.matrix.trial import raised
 from tiebreak.programs.identify import FORMATS
@@ -51,17 +52,83 @@ class Head(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """The attention of a model, by its sequences: columns of tensors are heads, (sequences, heads)."""
+    """The attention of a model, each call asked as it comes: tensors are (sequences, heads), one for each layer."""
 
     name: str
-    calls: str  # their shape, in words
-    heads: Sequence[Head]
-    rows: Mapping[str, Tensor]  # shares of rows by what they meet
-    largest: float  # score
-    bias: Mapping[str, Tensor]  # ulp, by kernel
-    refused: Mapping[str, str]  # kernels that take no such calls, and why
-    wrong: Mapping[str, str]  # kernels that raised, gave NaN or another function, and where
-    unseen: Mapping[str, int] = field(default_factory=dict)  # calls that were not asked, by why
+    kernels: Mapping[str, tuple[Kernel, Backend]]
+    fmt: Format
+    tell: Callable[[str], None]
+    errors: dict[str, list[Tensor]]  # ulp, by kernel, of those that took all calls
+    heads: list[Head] = field(default_factory=list)
+    met: defaultdict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))  # shares of rows, by what
+    scores: list[float] = field(default_factory=list)  # the largest of each layer
+    refused: dict[str, str] = field(default_factory=dict)  # kernels that take no such calls, and why
+    wrong: dict[str, str] = field(default_factory=dict)  # kernels that raised, gave NaN or another function, and where
+    unseen: Counter[str] = field(default_factory=Counter)  # calls that were not asked, by why
+    shapes: Counter[str] = field(default_factory=Counter)
+
+    @cached_property
+    def bias(self) -> Mapping[str, Tensor]:
+        """The mean errors of all heads, (sequences, heads), by kernel."""
+        return {kernel: torch.cat(errors, 1) for kernel, errors in self.errors.items()}
+
+    @cached_property
+    def rows(self) -> Mapping[str, Tensor]:
+        """The shares of rows of all heads, likewise, by what they meet."""
+        return {what: torch.cat(shares, 1) for what, shares in self.met.items()}
+
+    @property
+    def calls(self) -> str:
+        """The shapes of all calls."""
+        shapes = "; ".join(f"{counted(count, 'layer')} of {shape}" for shape, count in self.shapes.items())
+        return f"{shapes}; q, k, v in {self.fmt.name}"
+
+    def look(
+        self, place: Place, call: Callable[[], AttentionCall], out: Tensor, to_heads: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Ask one call, as `ModelWatch` reports it."""
+        del out, to_heads
+        try:
+            inputs = inputs_of(call(), self.fmt)
+        except NotHeldError as reason:
+            self.unseen[str(reason)] += 1
+            return
+        ref, layer = reference(inputs), len(self.scores)
+        self.tell(f"layer {layer}, {place.module}")
+        met, largest = _met(inputs, ref)
+        for what, share in met.items():
+            self.met[what].append(share)
+        self.scores.append(largest)
+        for name in list(self.errors):
+            if (error := self._ask(name, inputs, ref, layer)) is None:
+                del self.errors[name]
+            else:
+                self.errors[name].append(error)
+        (sequences, heads, queries, d), (key_heads, keys) = inputs.q.shape, inputs.k.shape[1:3]
+        self.heads.extend(Head(place.module, layer, head) for head in range(heads))
+        seen = f"{queries} queries, {keys} keys, d {d}{', causal' if inputs.causal else ''}"
+        self.shapes[f"{heads} heads on {key_heads}, {sequences} sequences, {seen}"] += 1
+
+    def _ask(self, name: str, inputs: AttentionInputs, ref: Reference, layer: int) -> Tensor | None:
+        """Return a kernel's mean signed error in ulps, by sequence and head; None: it gave none, and is told of."""
+        kernel, backend = self.kernels[name]
+        try:
+            o = attention(kernel, backend, inputs)
+        except CannotRunError as reason:
+            self.refused[name] = first_line(reason)
+            return None
+        except Exception as error:  # the kernel is not ours: whatever it raises
+            self.wrong[name] = f"raised {raised(error, kernel)}"
+            return None
+        off = (o.double() - ref.o).flatten(2).norm(dim=2) / ref.o.flatten(2).norm(dim=2)  # (sequences, heads)
+        if (~o.isfinite() & ref.o.isfinite()).any():
+            self.wrong[name] = f"has NaN or Inf in layer {layer}"
+        elif (off > UNLIKE).any():
+            apart = f"{off.nan_to_num().max():.0%} in a head of layer {layer}"
+            self.wrong[name] = f"is another function: O is off by {apart}"
+        else:
+            return uncancelled_ulps(o, ref, inputs.formats.output).flatten(2).nanmean(2)
+        return None
 
     def interval(self, kernel: str, head: int | None = None) -> Interval:
         """Return a kernel's bias in one head, at the confidence of all heads together, or in the mean of all."""
@@ -88,7 +155,7 @@ class Measured:
         found = [f"{kernel} {why}" for kernel, why in self.wrong.items()]
         yield f"{self.name}: {'; '.join([*found, *map(self._verdict, self.bias)]) or 'no kernel takes its calls'}"
         yield f"  calls       {self.calls}"
-        yield f"  rows        {self._shares()}; largest score {self.largest:.3g}"
+        yield f"  rows        {self._shares()}; largest score {max(self.scores):.3g}"
         if self.bias:
             most = self.worst(next(iter(self.bias)))
             yield f"  most in     {self.heads[most]}: {self._shares(most)}"
@@ -120,7 +187,7 @@ class Measured:
             interval = self.interval(name, head)
             return Estimate.of(interval.mean, interval.half_width)
 
-        kept = {name: getattr(self, name) for name in ("name", "calls", "largest", "refused", "wrong", "unseen")}
+        kept = {name: getattr(self, name) for name in ("name", "calls", "refused", "wrong", "unseen")}
         heads = [
             {
                 **head._asdict(),
@@ -130,6 +197,7 @@ class Measured:
             }
             for at, head in enumerate(self.heads)
         ]
+        kept["largest"] = max(self.scores)
         return encode({"schema": SCHEMA, **kept, "bias": {name: bias(name) for name in self.bias}, "heads": heads}, 2)
 
     def _verdict(self, kernel: str) -> str:
@@ -196,7 +264,7 @@ def measure(
     """
     if len(set(map(tuple, model.tokens.tolist()))) < len(model.tokens):
         raise UsageError(f"{model.name}: tokens has a sequence twice, and sequences are the samples")
-    calls = _Calls(kernels, fmt, tell)
+    calls = Measured(model.name, kernels, fmt, tell, errors={name: [] for name in kernels})
     watch = ModelWatch(model.module, {}, calls.look)
     try:
         with torch.no_grad(), watch.installed():
@@ -204,94 +272,12 @@ def measure(
             model.module(model.tokens)
     except (Exception, SystemExit) as error:  # whatever a user's model raises
         raise UsageError(f"{model.name}: the model raised {shown(error)}") from error
-    if not calls.rows:
+    if not calls.met:
         why = "; ".join(f"calls with {why}" for why in calls.unseen) or "it calls neither torch's nor Hugging Face's"
         raise UsageError(f"{model.name}: no call of attention could be asked: {why}")
-    if len({part.shape[0] for met in calls.rows for part in met.values()}) > 1:
+    if len({len(share) for shares in calls.met.values() for share in shares}) > 1:
         raise UsageError(f"{model.name}: its layers are called with different numbers of sequences")
-    return calls.measured(model.name)
-
-
-@dataclass(frozen=True)
-class _Calls:
-    """The calls of a model so far, each asked as it comes."""
-
-    kernels: Mapping[str, tuple[Kernel, Backend]]
-    fmt: Format
-    tell: Callable[[str], None]
-    heads: list[Head] = field(default_factory=list)
-    rows: list[Mapping[str, Tensor]] = field(default_factory=list)  # by layer
-    bias: list[Mapping[str, Tensor]] = field(default_factory=list)  # by layer
-    scores: list[float] = field(default_factory=list)  # the largest of each layer
-    refused: dict[str, str] = field(default_factory=dict)
-    wrong: dict[str, str] = field(default_factory=dict)
-    unseen: Counter[str] = field(default_factory=Counter)
-    shapes: Counter[str] = field(default_factory=Counter)
-
-    def look(
-        self, place: Place, call: Callable[[], AttentionCall], out: Tensor, to_heads: Callable[[Tensor], Tensor]
-    ) -> None:
-        """Ask one call, as `ModelWatch` reports it."""
-        del out, to_heads
-        try:
-            given = call()
-            if given.spans:
-                raise NotHeldError("padding")
-        except NotHeldError as reason:
-            self.unseen[str(reason)] += 1
-            return
-        q, k, v = (x.cpu().to(TORCH_DTYPES[self.fmt]).float() for x in (given.q * given.factor, given.k, given.v))
-        inputs = AttentionInputs(q, k, v, q, Formats.of(self.fmt), given.causal, softmax_scale=given.scale)
-        ref, layer = reference(inputs), len(self.rows)
-        self.tell(f"layer {layer}, {place.module}")
-        met, largest = _met(inputs, ref)
-        self.heads.extend(Head(place.module, layer, head) for head in range(q.shape[1]))
-        self.rows.append(met)
-        self.scores.append(largest)
-        asked = [name for name in self.kernels if name not in {*self.refused, *self.wrong}]
-        answers = {name: self._bias(name, inputs, ref, layer) for name in asked}
-        self.bias.append({name: bias for name, bias in answers.items() if bias is not None})
-        seen = f"{q.shape[2]} queries, {k.shape[2]} keys, d {q.shape[3]}{', causal' if given.causal else ''}"
-        self.shapes[f"{q.shape[1]} heads on {k.shape[1]}, {q.shape[0]} sequences, {seen}"] += 1
-
-    def _bias(self, name: str, inputs: AttentionInputs, ref: Reference, layer: int) -> Tensor | None:
-        """Return a kernel's mean signed error in ulps, by sequence and head; None: it gave none, and is told of."""
-        kernel, backend = self.kernels[name]
-        if reason := kernel.refusal(inputs):
-            self.refused[name] = reason
-            return None
-        try:
-            o = backend.run(kernel, inputs, gradients=False).o
-        except Exception as error:  # the kernel is not ours: whatever it raises
-            is_refusal = isinstance(error, CannotRunError)
-            (self.refused if is_refusal else self.wrong)[name] = (
-                first_line(error) if is_refusal else f"raised {raised(error, kernel)}"
-            )
-            return None
-        off = (o.double() - ref.o).flatten(2).norm(dim=2) / ref.o.flatten(2).norm(dim=2)  # (sequences, heads)
-        if (~o.isfinite() & ref.o.isfinite()).any():
-            self.wrong[name] = f"has NaN or Inf in layer {layer}"
-        elif (off > UNLIKE).any():
-            self.wrong[name] = (
-                f"is another function: O is off by {off.nan_to_num().max():.0%} in a head of layer {layer}"
-            )
-        return uncancelled_ulps(o, ref, inputs.formats.output).flatten(2).nanmean(2)
-
-    def measured(self, name: str) -> Measured:
-        """Return all of it."""
-        told = [each for each in self.kernels if each not in {*self.refused, *self.wrong}]
-        words = "; ".join(f"{counted(count, 'layer')} of {shape}" for shape, count in self.shapes.items())
-        return Measured(
-            name,
-            f"{words}; q, k, v in {self.fmt.name}",
-            self.heads,
-            {what: torch.cat([met[what] for met in self.rows], 1) for what in self.rows[0]},
-            max(self.scores),
-            {each: torch.cat([layer[each] for layer in self.bias], 1) for each in told},
-            self.refused,
-            self.wrong,
-            self.unseen,
-        )
+    return calls
 
 
 def _met(inputs: AttentionInputs, ref: Reference) -> tuple[dict[str, Tensor], float]:
@@ -302,13 +288,12 @@ def _met(inputs: AttentionInputs, ref: Reference) -> tuple[dict[str, Tensor], fl
     scores = {"fp32": product * inputs.scale, inputs.formats.inputs.name: product.to(low) * inputs.scale}
     found = {}
     for name, each in scores.items():
-        s = each if hidden is None else each.masked_fill(hidden, -torch.inf)
+        s = inputs.visible(each)
         again = (s == s.amax(-1, keepdim=True)).sum(-1) > 1
         found[f"a repeated maximum (S in {name})"] = again.double().mean(-1)
     many = inputs.k.shape[2] if hidden is None else (~hidden).sum(-1)
     found[f"a P above {SINK}"] = ((ref.p.amax(-1) > SINK) & torch.as_tensor(many >= FEW)).double().mean(-1)
-    s = ref.s if hidden is None else ref.s.masked_fill(hidden, -torch.inf)
-    return found, s.max().item()
+    return found, inputs.visible(ref.s).max().item()
 
 
 def _parser() -> Parser:

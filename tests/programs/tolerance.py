@@ -281,8 +281,7 @@ def _run(cell: Cell, inputs: AttentionInputs) -> tuple[Tensor | None, ...]:
 def _written_out(inputs: AttentionInputs, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Return O, dQ, dK and dV of attention as people write a reference in PyTorch, all of it in one dtype."""
     q, k, v = (x.to(dtype).requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
-    s, hidden = q @ k.mT * inputs.scale, inputs.hidden()
-    o = (s if hidden is None else s.masked_fill(hidden, -torch.inf)).softmax(-1) @ v
+    o = inputs.visible(q @ k.mT * inputs.scale).softmax(-1) @ v
     return (o.detach(), *torch.autograd.grad(o, (q, k, v), inputs.do.to(dtype)))
 
 

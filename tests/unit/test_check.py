@@ -86,6 +86,38 @@ def test_a_wrong_gradient_is_named_first_with_a_next_step_and_nothing_that_reass
     assert "    rerun: " in shown
 
 
+KEY_BY_KEY = """
+import torch
+
+def attention(q, k, v, *, causal=False, scale=None):
+    s, v = q.float() @ k.float().mT * scale, v.float()
+    o, l, m = torch.zeros(()), 0.0, s[..., :1]
+    for key in range(k.shape[2]):
+        this = s[..., key : key + 1]
+        above = torch.maximum(m, this)
+        p, rescaled = torch.exp(this - above), torch.exp(m - above)
+        o = ((o * rescaled).half().float() + p * v[..., key : key + 1, :]).half().float()
+        l, m = l * rescaled + p, above
+    return (o / l).to(q.dtype)
+"""
+
+
+def test_a_sum_in_a_narrow_accumulator_is_less_accurate_than_what_ships_unless_it_is_declared(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "narrow.py").write_text(KEY_BY_KEY)
+    words = ["narrow.py:attention", "--declare", "backward=none", "--cases", "random", "--heads", "32", "-n", "0"]
+    assert check.main([*words, "--dtype", "fp16"]) == 1
+    first = capsys.readouterr().out.splitlines()[0]
+    plan = "flash@fp32_inside,o_bar=fp16:kept,tile=1"
+    told = re.search(
+        f"it follows {plan}, which .* declared, ([0-9.]+) times the error of .*, the nearest plan that ships", first
+    )
+    assert told
+    assert float(told[1]) > 3
+    assert check.main([*words, "--dtype", "fp16", "--plan", plan]) == 0
+
+
 def test_why_a_run_failed_is_told_though_no_cell_did(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Where nothing ran, and where the gate found something: by cells that the baseline has and the run has not."""
     skipped = ("mine.py:attention", "--cases", "random_grouped", "--heads", "16", "-n", "0")

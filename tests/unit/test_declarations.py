@@ -147,7 +147,7 @@ def test_every_field_of_a_plan_has_a_key_or_is_no_matter_of_a_text() -> None:
         ("fused,lag=-1", "lag=-1: expected a number"),
         ("fused,k=input,k8=int8/head", "K is rounded with q, or "),
         ("fused,s=input:once", "s=input:once: l and o_bar alone are running sums"),
-        ("fused,s=input/64", "s=input/64: pv and o_bar alone are a product's sums"),
+        ("fused,s=input/64", "s=input/64: pv, o_bar, l alone are sums"),
         ("fused,pv=input/no", "pv=input/no: expected a number of terms behind /"),
         ("fused,s", "'s' in 'fused,s': expected KEY=VALUE"),
         ("fused,s=bf16,s=fp16", "s is given twice"),

@@ -1,6 +1,8 @@
 """Dumps of engines: a mapping makes a folder of calls with answers of them."""
 
 import json
+import math
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -16,9 +20,13 @@ from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import BF16, Formats
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import run_forward
-from tiebreak.programs.files import export, judge, runner
+from tiebreak.programs import pair as program
+from tiebreak.programs.files import backend, export, judge, runner
+from tiebreak.programs.pair import pair
+from tiebreak.reports import cli
 from tiebreak.reports.calls import MANIFEST, Calls
 from tiebreak.reports.errors import UsageError
+from tiebreak.reports.pairs.verdict import APART, ROUNDINGS, SAME
 from tiebreak.reports.records import store
 
 HEADS, KEY_HEADS, D = 16, 8, 16
@@ -31,12 +39,20 @@ Damage = Callable[[Path, dict[str, Any]], object]
 Writing = Callable[[Path, Sequences], dict[str, Any]]
 
 
-def made(lengths: Any = LENGTHS, *, window: int | None = None, sink: Tensor | None = None) -> Sequences:
-    """Sequences with what plain fused flash has for them, (heads, tokens, d)."""
+def made(
+    lengths: Any = LENGTHS,
+    *,
+    window: int | None = None,
+    sink: Tensor | None = None,
+    plan: str = "flash@fused",
+    apart: float = 0.0,
+) -> Sequences:
+    """Sequences with what a plan has for them, (heads, tokens, d); `apart`: q of another engine."""
     rng, sequences = torch.Generator().manual_seed(1), []
     for queries, keys in lengths:
         q = torch.randn(HEADS, queries, D, generator=rng).bfloat16()
-        k, v = (torch.randn(KEY_HEADS, keys, D, generator=rng).bfloat16() for _ in range(2))
+        k, v = (torch.randn(KEY_HEADS, keys, D, generator=rng) for _ in range(2))
+        k, v, q = k.bfloat16(), (0.3 * v - 2.4).bfloat16(), (q.float() * (1.0 + apart)).bfloat16()
         given = [x[None].float() for x in (q, k, v)]
         inputs = AttentionInputs(
             *(given[0], given[1], given[2], given[0], Formats.of(BF16)),
@@ -44,7 +60,7 @@ def made(lengths: Any = LENGTHS, *, window: int | None = None, sink: Tensor | No
             window=(None, None) if window is None else (window - 1, 0),
             sink=None if sink is None else sink.float(),
         )
-        out = run_forward(parse_declaration("flash@fused"), inputs, EMULATION.arithmetic)
+        out = run_forward(parse_declaration(plan), inputs, EMULATION.arithmetic)
         assert out.lse is not None
         sequences.append({"q": q, "k": k, "v": v, "o": out.o[0].bfloat16(), "lse": out.lse[0, ..., 0]})
     return sequences
@@ -99,7 +115,7 @@ def in_pages(folder: Path, sequences: Sequences, *, size: int = 16) -> dict[str,
                 own = each[name][:, at : at + size].transpose(0, 1)
                 pool[part, row[-1], : len(own)] = own
     table = [row + [-1] * (max(map(len, pages)) - len(row)) for row in pages]
-    layer = {"query": packed(sequences, "q"), "out": packed(sequences, "o"), "kv_cache": pool}
+    layer = {"query": packed(sequences, "q").flatten(1), "out": packed(sequences, "o").flatten(1), "kv_cache": pool}
     torch.save({"model.layers.3": {"attn": layer}}, folder / "step7.pt")
     metadata = {"start": begins(sequences, "q"), "lens": [each["k"].shape[1] for each in sequences], "table": table}
     save_file({name: torch.tensor(x) for name, x in metadata.items()}, folder / "step7.safetensors")
@@ -107,7 +123,8 @@ def in_pages(folder: Path, sequences: Sequences, *, size: int = 16) -> dict[str,
         "q": "step{step}.pt:model.layers.{layer}.attn.query",
         "kv": {"tensor": "step{step}.pt:model.layers.{layer}.attn.kv_cache", "layout": "kv pages page heads dim"},
         "o": "step{step}.pt:model.layers.{layer}.attn.out",
-        "layout": "tokens heads dim",
+        "layout": "tokens (heads dim)",
+        "heads": HEADS,
         "cu_seqlens_q": "step{step}.safetensors:start",
         "seqused_k": "step{step}.safetensors:lens",
         "block_table": "step{step}.safetensors:table",
@@ -138,7 +155,7 @@ def written(folder: Path, mapping: Mapping[str, Any]) -> Path:
     """A mapping as a file, and the dump's folder beside it."""
     lines = {"causal": True, "folder": "dump", **mapping}
     table = {name: x for name, x in lines.items() if isinstance(x, dict)}
-    text = [f"{name} = {json.dumps(x)}" for name, x in lines.items() if name not in table]
+    text = [f"{name} = {json.dumps(x)}" for name, x in lines.items() if name not in table and x is not None]
     for name, x in table.items():
         text += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in x.items())]
     (path := folder / "dump.toml").write_text("\n".join(text))
@@ -263,6 +280,10 @@ MISTAKES: dict[str, tuple[Damage, str]] = {
     "fp32": (_tensor("q", lambda x: x.float()), "dtype"),
     "NaN in K": (_tensor("k", _nan), "NaN"),
     "q, k and qkv": (_mapped(qkv="l_{layer}.safetensors:q"), "qkv"),
+    "q alone of heads behind each other": (
+        _mapped(q=None, k=None, v=None, qkv="l_{layer}.safetensors:q", heads=12),
+        "heads",
+    ),
     "no k": (lambda _, mapping: mapping.pop("k"), "q and kv"),
     "sequences that end early": (_mapped(cu_seqlens_q=[0, 20, 40, 46]), "46"),
     "sequences that begin late": (_mapped(cu_seqlens_q=[1, 20, 40, 47]), "cu_seqlens_q"),
@@ -305,3 +326,151 @@ def test_so_is_one_about_pages(tmp_path: Path, fields: Mapping[str, Any], word: 
     mapping = {**in_pages(folder, made()), **fields}
     with pytest.raises(UsageError, match=word):
         export.main([str(tmp_path / "calls"), "--dump", str(written(tmp_path, mapping))])
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dump of several kinds of file, its mapping and its folder of calls."""
+    (folder := tmp_path_factory.mktemp("bytes") / "dump").mkdir()
+    mapping = {**in_pages(folder, made()), **{name: x for name, x in in_rows(folder, made()).items() if name == "lse"}}
+    mapping["lse"] = mapping["lse"].replace("{layer}", "03")
+    np.save(folder / "o.npy", packed(made(), "o").flatten(1).float().numpy())
+    written(folder.parent, {**mapping, "o": "o.npy", "dtype": "bf16"})
+    assert export.main([str(folder.parent / "calls"), "--dump", str(folder.parent / "dump.toml")]) == 0
+    return folder.parent
+
+
+def _flipped(path: Path, at: float, byte: int) -> bytes:
+    """Change a byte of a file; what it was."""
+    content = path.read_bytes()
+    place = int(at * len(content))
+    path.write_bytes(content[:place] + bytes([content[place] ^ byte]) + content[place + 1 :])
+    return content
+
+
+SOURCES = ("dump.toml", "dump/step7.pt", "dump/step7.safetensors", "dump/l_03.safetensors", "dump/o.npy")
+
+
+@settings(max_examples=60, deadline=None)
+@given(at=st.floats(0, 1, exclude_max=True), byte=st.integers(1, 255), name=st.sampled_from(SOURCES))
+@example(at=0.0, byte=1, name=SOURCES[1])
+def test_a_changed_byte_of_a_dump_is_one_line_or_another_number(whole: Path, at: float, byte: int, name: str) -> None:
+    content, said, again = _flipped(whole / name, at, byte), "", whole / "again"
+    try:
+        export.main([str(again), "--dump", str(whole / "dump.toml")])
+        assert store.load(again / MANIFEST, Calls).calls
+    except UsageError as error:
+        said = str(error)
+    finally:
+        (whole / name).write_bytes(content)
+        there = again.exists()
+        shutil.rmtree(again, ignore_errors=True)
+    assert bool(said) != there
+    assert "\n" not in said
+
+
+@settings(max_examples=40, deadline=None)
+@given(at=st.floats(0, 1, exclude_max=True), byte=st.integers(1, 255), number=st.integers(0, 1))
+def test_a_changed_byte_of_a_dump_s_calls_is_seen(whole: Path, at: float, byte: int, number: int) -> None:
+    name = sorted(path.name for path in (whole / "calls").glob("inputs-*"))[number]
+    content = _flipped(whole / "calls" / name, at, byte)
+    try:
+        backend.opened.cache_clear()
+        (fault,) = backend.opened(str(whole / "calls")).faults()
+        assert name in fault
+    finally:
+        (whole / "calls" / name).write_bytes(content)
+
+
+#: Ways of damaging the calls of a dump: none passes.
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "an input is gone": lambda folder: next(folder.glob("inputs-*")).unlink(),
+    "an input is cut short": lambda folder: runner.replace(next(folder.glob("inputs-*")), b"1234"),
+    "an input is another layer's": lambda folder: shutil.copy(*sorted(folder.glob("inputs-*"))),
+    "an output is gone": lambda folder: (folder / "0001.out.safetensors").unlink(),
+    "an output is its neighbour's": lambda folder: shutil.copy(*sorted(folder.glob("*.out.*"))),
+    "the manifest is cut short": lambda folder: runner.replace(folder / MANIFEST, b"{"),
+    "NaN": lambda folder: _answer(folder, lambda x: x * torch.nan),
+    "zeros": lambda folder: _answer(folder, torch.zeros_like),
+    "another shape": lambda folder: _answer(folder, lambda x: x[:, :1].contiguous()),
+    "fp32": lambda folder: _answer(folder, torch.Tensor.float),
+}
+
+
+def _answer(folder: Path, change: Callable[[Tensor], Tensor]) -> None:
+    tensors, metadata = runner.read(path := folder / "0002.out.safetensors")
+    runner.write(path, {**tensors, "o": change(tensors["o"])}, metadata)
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_no_damage_of_a_dump_s_calls_passes(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    folder = shutil.copytree(whole / "calls", tmp_path / "calls")
+    DAMAGES[name](folder)
+    code = cli.main(["judge", str(folder), "-n", "0", "--out", str(tmp_path / "out")])
+    said = capsys.readouterr()
+    assert (code, said.out[:4]) == (1, "FAIL") or (code, said.out, str(folder) in said.err) == (2, "", True)
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folders of one engine that trains, and of some that serve."""
+    sequences = {
+        "train": made([(40, 40)]),
+        "same": made([(40, 40)], plan="flash@fused,tile=32"),
+        "near": made([(40, 40)], apart=0.004),
+        "cut": made([(40, 40)], plan="flash@fused,o=bf16:rtz", apart=0.004),
+    }
+    folder = tmp_path_factory.mktemp("engines")
+    return {name: str(exported(folder / name, in_rows, x)) for name, x in sequences.items()}
+
+
+def test_two_engines_with_one_input_are_a_pair(engines: Mapping[str, str]) -> None:
+    assert pair(engines["train"], engines["train"]).severity == SAME
+    found = pair(engines["train"], engines["same"])
+    assert (found.severity, found.ok, found.calls[0].inputs) == (ROUNDINGS, True, {})
+    assert found.calls[0].lse is not None
+    assert abs(found.calls[0].lse.mean or 1.0) < 1e-5
+    assert found.sides[0].known
+
+
+@pytest.mark.parametrize(("name", "severity"), [("near", ROUNDINGS), ("cut", APART)])
+def test_what_exact_attention_makes_of_own_inputs_is_no_difference_of_engines(
+    engines: Mapping[str, str], name: str, severity: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert program.main([engines["train"], engines[name]]) == (severity == APART)
+    assert "  inputs " in capsys.readouterr().out
+    found = pair(engines["train"], engines[name])
+    assert found.severity == severity
+    assert {part for part, share in found.calls[0].inputs.items() if 1e-3 < share < 1e-2} == {"q"}
+    assert found.calls[0].lse is not None
+    assert abs(found.calls[0].lse.mean or 1.0) < 1e-5
+
+
+def test_an_engine_is_held_against_a_kernel_that_is_here_and_a_damaged_one_is_refused(
+    engines: Mapping[str, str], tmp_path: Path
+) -> None:
+    found = pair(engines["cut"], "flash@fused")
+    assert (found.severity, [call.case for call in found.calls]) == (APART, ["captured[step=000000.layer=3]"])
+    damaged = shutil.copytree(engines["train"], tmp_path / "damaged")
+    (damaged / "0001.out.safetensors").unlink()
+    with pytest.raises(UsageError, match="0001"):
+        pair(str(damaged), engines["train"])
+    other = exported(tmp_path / "other", in_heads, made([(9, 9)]))
+    found = pair(str(other), engines["train"])
+    assert not found.ok
+    assert "9, 16" in found.calls[0].why
+
+
+def test_a_log_sum_exp_that_is_none_fails_and_one_in_base_two_passes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("-n", "0", "--out", str(tmp_path / "out"))
+    for name, change, code in (("binary", 1.0 / math.log(2.0), 0), ("other", 0.9, 1), ("NaN", math.nan, 1)):
+        sequences = made([(40, 40)])
+        sequences[0]["lse"] *= change
+        folder = exported(tmp_path / name, in_rows, sequences)
+        capsys.readouterr()
+        assert judge.main([str(folder), *words]) == code
+        assert ("log-sum-exp" in capsys.readouterr().out) == bool(code)

@@ -11,9 +11,9 @@ from tiebreak.backends.backend import CPU
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.backends.interpreter import INTERPRETER
 from tiebreak.backends.registry import BACKENDS
+from tiebreak.cases.captured import TRAINED_SINK
 from tiebreak.cases.feature_cases import EVERY
 from tiebreak.cases.scripted import EIGHT_BITS
-from tiebreak.cases.trained import TRAINED_SINK
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.external import external_kernel

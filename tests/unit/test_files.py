@@ -1,4 +1,5 @@
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from tiebreak.reports.calls import MANIFEST, Calls, StoredCall
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import store
 from tiebreak.reports.records.decode import encode
+from tiebreak.reports.records.record import Run
 from tiebreak.reports.schemas import schema_of
 from tiebreak.studies.power import EXPERIMENTS
 
@@ -157,13 +159,55 @@ def test_a_kernel_that_does_not_repeat_fails(
     assert (code, record["answers"]["repeatable"]["passed"]) == (1, False)
 
 
-def test_no_answer_is_exported_and_the_same_bits_each_time(folder: Path, tmp_path: Path) -> None:
+def test_too_few_heads_are_named_with_the_export_that_has_the_verdict_of_check(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(folder.parent))
+    kernel, cases = __import__("kernels").plain, "near_tie_outside,repeated_tiny,single_maximum_sink"
+    export.main([str(tmp_path / "few"), "--cases", cases, "--heads", "16"])
+    few = answered(tmp_path / "few", tmp_path / "answers", kernel, monkeypatch)
+    capsys.readouterr()
+    assert judged(few, tmp_path / "out") == 0
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert "at the margin" in first
+    told, _, command = last.partition("tiebreak export NEW ")
+    assert {"near_tie_outside", "repeated_tiny"} < {*told.replace(",", " ").split()}
+    assert "single_maximum_sink" not in told
+    words = shlex.split(command)
+    export.main([str(tmp_path / "enough"), *words])
+    enough = answered(tmp_path / "enough", tmp_path / "more", kernel, monkeypatch)
+    capsys.readouterr()
+    code, line, _ = outcome(judge.main, capsys, str(enough), "--out", str(tmp_path / "out"))
+    live = outcome(check.main, capsys, f"{folder.parent / 'kernels.py'}:plain", *words, "--out", str(tmp_path / "out"))
+    assert (code, line) == live[:2]
+    assert "margin" not in line
+
+
+def test_the_next_step_is_short_and_device_json_declares_the_kernel(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(folder.parent))
+    path = answered(folder, tmp_path / "calls", __import__("kernels").no_scale, monkeypatch)
+    capsys.readouterr()
+    words = ("--cases", "random")
+    assert judged(path, tmp_path / "out", *words) == 1
+    command = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  next"))
+    assert shlex.split(command.partition("tiebreak judge ")[2]) == [str(path), "-v", *words]
+    (path / "device.json").write_text(json.dumps({"declare": {"plan": "flash@paper", "head_dims": [64]}}))
+    assert judged(path, tmp_path / "out", *words) == 1
+    assert store.load(tmp_path / "out/last.json", Run).records[0].plan == "flash@paper"
+    (path / "device.json").write_text(json.dumps({"declare": {"lse": "10"}}))
+    assert judged(path, tmp_path / "out", *words) == 2
+
+
+def test_no_answer_is_exported_and_the_same_bits_each_time(folder: Path, raw: Path, tmp_path: Path) -> None:
+    """Two exports have the same calls, by the digests of all that is in them, and a file is written to the byte."""
     assert not [*folder.glob("*.out.*")]
     assert {name for call in manifest(folder).calls for name in call.tensors} == {"q", "k", "v", "do"}
-    export.main([str(tmp_path / "again"), "--cases", CASES, "--heads", "16"])
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
-        path.name: path.read_bytes() for path in (tmp_path / "again").iterdir()
-    }
+    assert [call.digest for call in manifest(folder).calls] == [call.digest for call in manifest(raw).calls]
+    for path in folder.glob("*.in.*"):
+        runner.write(tmp_path / path.name, *runner.read(path))
+        assert path.read_bytes() == (tmp_path / path.name).read_bytes()
 
 
 def test_the_manifest_has_its_schema(folder: Path) -> None:
@@ -443,6 +487,7 @@ def test_gate_compare_and_page_take_what_was_judged_and_say_who_states_the_devic
     assert "regression" in capsys.readouterr().out
     records = [str(tmp_path / name / "last.json") for name in "ab"]
     assert cli.main(["compare", *records]) == 0
+    assert "stated: a card of ours" in capsys.readouterr().out
     assert cli.main(["page", *records, "-o", str(tmp_path / "page")]) == 0
     assert "a card of ours, as device.json states (not measured)" in (tmp_path / "page/index.html").read_text()
 

@@ -11,7 +11,7 @@ import re
 import shlex
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -220,9 +220,14 @@ def overflows(sizes: Sequence[tuple[Format, float]]) -> bool:
 Pair = tuple[Backend, Kernel]
 
 
-def failed(example: Example, pairs: Sequence[Pair], folder: Path) -> Iterator[tuple[Record, list[str]]]:
-    """The cells of an example, kept in a folder, that fall, and the checks that they don't meet."""
-    case, bench = example.write(folder), Workbench(Settings(matrix=FROM_ANYWHERE))
+def failed(
+    example: Example, pairs: Sequence[Pair], folder: Path, known: Workbench
+) -> Iterator[tuple[Record, list[str]]]:
+    """The cells of an example, kept in a folder, that fall, and the checks that they don't meet.
+
+    Every example is a case of one name: what the bench knows of kernels stays, what it holds of a case does not.
+    """
+    case, bench = example.write(folder), replace(known, _held=None)
     fmt = FORMATS[example.fmt]
     for backend, kernel in pairs:
         record = run_cell(Cell(backend, kernel, OneCall(case), fmt), bench)
@@ -233,20 +238,20 @@ def failed(example: Example, pairs: Sequence[Pair], folder: Path) -> Iterator[tu
             yield record, sorted(not_passed)
 
 
-def hold(example: Example, pairs: Sequence[Pair], kept: Path) -> None:
+def hold(example: Example, pairs: Sequence[Pair], kept: Path, known: Workbench) -> None:
     """Fail, and keep the example, if one of its cells fails; the last that fails is the smallest that was found."""
     with tempfile.TemporaryDirectory() as folder:
-        first = next(failed(example, pairs, Path(folder)), None)
+        first = next(failed(example, pairs, Path(folder), known), None)
     if first is not None:
         pair = next((backend, kernel) for backend, kernel in pairs if kernel.name == first[0].kernel)
-        record, not_passed = next(failed(example, [pair], kept))
+        record, not_passed = next(failed(example, [pair], kept, known))
         reasons = "; ".join(f"{name}: {record.answers[name].why}" for name in not_passed)
         pytest.fail(f"{record.id} failed: {reasons}\n{example}\nrerun: {runnable(record.command)}", pytrace=False)
 
 
 def fuzz(pairs: Sequence[Pair], kept: Path, number: int) -> None:
     """Hold so many examples; with `TIEBREAK_FUZZ` as many as it says, others in every run."""
-    long = os.environ.get("TIEBREAK_FUZZ")
+    long, known = os.environ.get("TIEBREAK_FUZZ"), Workbench(Settings(matrix=FROM_ANYWHERE))
 
     @settings(
         max_examples=int(long) if long else number,
@@ -259,7 +264,7 @@ def fuzz(pairs: Sequence[Pair], kept: Path, number: int) -> None:
     )
     @given(example=examples())
     def held(example: Example) -> None:
-        hold(example, pairs, kept)
+        hold(example, pairs, kept, known)
 
     held()
 

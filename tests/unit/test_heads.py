@@ -1,6 +1,7 @@
 """No interval that tells nothing passes: faults in some heads, at any number of them. Sound loops are not blamed."""
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from tiebreak.kernels.kernel import Kernel
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.run import run_cell
-from tiebreak.matrix.workbench import Settings, Workbench
+from tiebreak.matrix.workbench import Named, Settings, Settled, Workbench
 from tiebreak.reports.records.record import Record
 
 CASES = {case.name: case for case in SCRIPTED}
@@ -39,11 +40,22 @@ def wrong(which: str, factor: float) -> Kernel:
         factors[WRONG[which](torch.arange(len(factors)))] = factor
         return (detached(q, k, v, causal=causal, scale=scale) * factors.reshape(q.shape[0], -1, 1, 1)).to(q.dtype)
 
-    return users_kernel("wrong", attention, KernelOptions(backward="none"))
+    return users_kernel(f"{which} times {factor}", attention, KernelOptions(backward="none"))
+
+
+@cache
+def _settled(seed: int) -> dict[Named, Settled]:
+    """The plans of kernels, which no number of heads changes."""
+    return {}
+
+
+@cache
+def _bench(heads: int, seed: int) -> Workbench:
+    return Workbench(Settings(seed=seed, heads=heads), settled=_settled(seed))
 
 
 def judged(kernel: Kernel, case: str, heads: int, seed: int = 1) -> Record:
-    return run_cell(Cell(CPU, kernel, OneCall(CASES[case]), BF16), Workbench(Settings(seed=seed, heads=heads)))
+    return run_cell(Cell(CPU, kernel, OneCall(CASES[case]), BF16), _bench(heads, seed))
 
 
 @pytest.mark.parametrize("heads", [16, 32, 64, 256])

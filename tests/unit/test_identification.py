@@ -69,6 +69,11 @@ def _asked(kernel: Kernel, *names: str) -> ProbedKernel:
     [
         "standard,divisor=input:up,s=input:rtz,l=input",  # found by two changes at once
         "dithered@fused,pv=fp16:rtna,o=input:rtz,tile=one",  # O's cast hides the rest
+        # Those of runtimes: a row sum in the format, one number of two, products that are rounded, O-bar key by key.
+        "standard,scale=input,q=input,k=input,s=input,shifted=input,exp=input,l=input/1",
+        "flash@fp32_inside,scale=input,log2_e=input,base=2",
+        "standard,s=input,shifted=input,exp=input,l=input,accumulator=rounded",
+        "flash@fp32_inside,o_bar=fp16:kept,tile=1",
     ],
 )
 def test_the_search_comes_to_the_plan_of_a_kernel_that_says_nothing(plan: str) -> None:

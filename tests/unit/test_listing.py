@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tiebreak.backends.backend import CPU
+from tiebreak.cases.captured import TRAINED_SINK
 from tiebreak.cases.feature_cases import EVERY, FEATURED
 from tiebreak.cases.gpt2.snippets import SNIPPETS
 from tiebreak.cases.scripted import SEEN
-from tiebreak.cases.trained import TRAINED_SINK
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.external.loading import ADAPTERS
 from tiebreak.kernels.plans import PLANS

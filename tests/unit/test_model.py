@@ -103,8 +103,9 @@ def test_the_head_that_has_a_sink_is_named_for_the_kernel_that_it_biases(
 
 
 def test_a_table_and_json_have_each_kernel_and_head(
-    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # a narrower table is split
     words = [f"{file}:make", "flash@paper", "flash@fused", "--json"]
     assert model.main([*words, str(tmp_path / "model.json"), "-v"]) == 0
     rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines()[6:] if "@" in line}

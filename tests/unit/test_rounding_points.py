@@ -195,6 +195,37 @@ def test_the_root_of_the_scale_is_rounded_in_q_and_in_k() -> None:
     assert_rounded_as(STANDARD_ATTENTION, replace(FP32_PLAN, q=LOW, k=LOW), Block(2, 2), expected)
 
 
+def test_the_root_is_a_number_of_the_scale_s_format_before_q_and_k_take_it() -> None:
+    call, root = inputs(), bf16(math.sqrt(SCALE))
+    q, k = ((x.double() * root).bfloat16().double() / math.sqrt(SCALE) for x in (call.q, call.k))
+    expected = by_hand(replace(call, q=q, k=k), softmax_of(lambda x, scale: x * scale), KEYS)
+    assert_rounded_as(STANDARD_ATTENTION, replace(FP32_PLAN, q=LOW, k=LOW, scale=LOW), Block(2, 2), expected)
+
+
+@pytest.mark.parametrize("q", ["", ",q=bf16"])
+def test_scale_and_log2_e_are_one_number_where_both_are_narrow(q: str) -> None:
+    call, fold = inputs(), bf16(SCALE * math.log2(math.e))
+    assert fold != bf16(SCALE) * bf16(math.log2(math.e))
+    left = (call.q.double() * fold).bfloat16().double() / fold if q else call.q
+    plan = parse_declaration(f"flash@fp32,base=2,scale=bf16,log2_e=bf16{q}").plan
+    expected = by_hand(replace(call, q=left), softmax_of(lambda x, scale: x * fold * math.log(2)), KEYS)
+    assert_rounded_as(FLASH_ATTENTION, plan, Block(2, 2), expected)
+
+
+@pytest.mark.parametrize(("every", "terms"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize("algorithm", [FLASH_ATTENTION, STANDARD_ATTENTION], ids=lambda algorithm: algorithm.name)
+def test_a_row_sum_may_be_rounded_after_every_few_terms(algorithm: Algorithm, every: int, terms: int) -> None:
+    def formula(qk: Row, scale: float, v: Sequence[Row], tile: int) -> list[float]:
+        shifted = [math.exp((x - max(qk)) * scale) for x in qk]
+        l = 0.0
+        for first in range(0, KEYS, terms):
+            l = bf16(l + math.fsum(shifted[first : first + terms]))
+        return [math.fsum(p * row[column] for p, row in zip(shifted, v, strict=True)) / l for column in range(D)]
+
+    plan = replace(FP32_PLAN, row_sum=replace(LOW, every=every))
+    assert_rounded_as(algorithm, plan, Block(2, KEYS), by_hand(inputs(), formula, KEYS))
+
+
 @pytest.mark.parametrize("changes", ["", ",contract=yes"])
 def test_log2_e_is_a_number_of_its_format(changes: str) -> None:
     fold = math.log(2) * torch.tensor(math.log2(math.e)).bfloat16().item()

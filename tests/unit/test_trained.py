@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from tiebreak.backends.backend import EMULATION
-from tiebreak.cases.captured import CANCELLED
+from tiebreak.cases.captured import CANCELLED, TEXTS, TRAINED_SINK
 from tiebreak.cases.errors import signed_error_ulps
-from tiebreak.cases.trained import TEXTS, TRAINED_SINK
 from tiebreak.cases.verdicts import Interval, interval
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.reference import reference

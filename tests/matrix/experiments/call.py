@@ -155,7 +155,7 @@ class OneCall(Experiment):
             heads=sample.heads,
             obstacle=sample.obstacle,
             digest=digest(sample.outputs[0]),
-            off=(o_off(sample), gradient_off(sample, measures)),
+            off=lambda of_gradients: gradient_off(sample, measures) if of_gradients else o_off(sample),
             evidence=_evidence(sample, backward),
         )
 
@@ -169,7 +169,7 @@ def _until_settled(cell: Cell, bench: CaseBench, plan: Settled) -> Sample:
     output = _output(cell, bench, 0)
     declaration = _in_its_tiles(cell, bench, output)
     sample = Sample(cell, bench, declaration, _claim(cell, bench, declaration))
-    with suppress(NotAskedError):  # of more heads
+    try:
         for look in range(LOOKS):
             for index in batches_of(look):
                 if bench.has_batch(index):
@@ -182,6 +182,8 @@ def _until_settled(cell: Cell, bench: CaseBench, plan: Settled) -> Sample:
             sample = replace(sample, exhausted=exhausted, out_of_time=out_of_time and not exhausted)
             if exhausted or out_of_time or (sample.is_settled and _is_settled(ACCURACY, sample)):
                 break
+    except NotAskedError:  # of more heads
+        return replace(sample, exhausted=True)
     return sample
 
 

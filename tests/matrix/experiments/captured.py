@@ -7,8 +7,7 @@ means over heads are single draws; the ratio in a head was at most 3.5 on 30 lay
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tiebreak.cases.captured import CapturedError, captured_cases
-from tiebreak.cases.trained import TRAINED_SINK
+from tiebreak.cases.captured import TRAINED_SINK, CapturedError, captured_cases
 from tiebreak.matrix.checks import Look
 from tiebreak.matrix.experiment import Experiment, Offer
 from tiebreak.matrix.experiments.call import OneCall, calls_on

@@ -52,6 +52,15 @@ _MORE = (
     "flash@fused_contracted",
     "flash_1@fused,sink=last",
 )
+# Runtimes on a CPU: ONNX' reference evaluator, IREE in bf16 and fp16, tinygrad.
+_RUNTIMES = (
+    "standard,scale=input,q=input,k=input,s=input,shifted=input,exp=input,l=input/1",
+    "flash@fp32_inside,scale=input,log2_e=input,base=2",
+    "flash@fused,scale=input,log2_e=input,q=input,base=2,tile=16",
+    "standard,s=input,shifted=input,exp=input,l=input,accumulator=rounded",
+)
+# ggml, fewer than 64 rows: O-bar in fp16, key by key.
+_NARROW_SUMS = ("flash@fp32_inside,o_bar=fp16:kept,tile=1",)
 # Online softmax written out in PyTorch, O cast to the inputs' format once a tile: o = (o * a + p @ v).to(q.dtype).
 _LOOPS = tuple(f"flash@paper,o_bar=input:once,tile={keys}" for keys in (64, 32))
 # In 8 bits, in the tiles of the kernels that do so: SageAttention, AITER's fp8, FlashAttention-3's.
@@ -75,7 +84,7 @@ def candidates(products: tuple[str, ...] = ()) -> Mapping[str, Declaration]:
     The plainest come first. Plans with O in fp32 are left out, since a kernel returns O in the format of its inputs.
     `products` are the changes that a device's 16-bit products need, from `tiebreak.backends.probes.plan_changes`.
     """
-    more = ("flash@fused_fast_exp", *_MORE, *_EIGHT_BITS, *DEFAULT_ROSTER)
+    more = ("flash@fused_fast_exp", *_MORE, *_EIGHT_BITS, *DEFAULT_ROSTER, *_RUNTIMES, *_NARROW_SUMS)
     texts = dict.fromkeys((*_PLAIN, *_UNTILED, *_SCALED_FIRST, *_WRITTEN_OUT, *_LOOPS, *_SPLIT, *more))
     texts |= dict.fromkeys(f"{text},base=2" for text in (*_PLAIN, *_UNTILED))
     declarations: dict[str, Declaration] = {}
@@ -106,9 +115,11 @@ def candidates(products: tuple[str, ...] = ()) -> Mapping[str, Declaration]:
 def accepted(plans: Mapping[str, Declaration], formats: Formats) -> Mapping[str, Declaration]:
     """Return the plans among them that shipped kernels, or fixes, follow in these formats without declaring it.
 
-    P in 8 bits with q, K and V in 16 is not accepted: it loses 4 bits of O, and kernels that do so declare it.
+    P in 8 bits with q, K and V in 16 is not accepted: it loses 4 bits of O, and kernels that do so declare it. Nor is a
+    narrow sum that grows key by key: it stops growing, after 2,048 keys in fp16.
     """
-    return {text: plan for text, plan in plans.items() if plan.shift_rule.accepted and not _p_alone(plan, formats)}
+    sound = {text: plan for text, plan in plans.items() if plan.shift_rule.accepted and not _p_alone(plan, formats)}
+    return {text: plan for text, plan in sound.items() if text not in _NARROW_SUMS and plan.plan.row_sum.every != 1}
 
 
 #: Known by the size of their errors alone, so no candidates: P cast at random, as by a hash of its place.

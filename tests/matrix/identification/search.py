@@ -95,6 +95,8 @@ class Search:
     def nearest(self, tell: Callable[[str], None]) -> Declaration:
         """Return the plan with the least cost: start from the best known one, go on while changes of a group help."""
         plan = self.nearest_known()
+        if all(answer.missed(plan) <= _LOST for answer in self.answers):  # a known plan that misses none of them
+            return plan
         if self._cost_of_best >= _ENOUGH:  # the cast of O hides from every input what else a plan has right
             self._try((other for _, other in space.changes(plan, self.fmt, {"o"})), _FEW)
             cast = self._best.plan.o

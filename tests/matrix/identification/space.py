@@ -55,7 +55,7 @@ _FORWARD = frozenset(FORWARD.values())
 _IN_A_ROW = (("qk", "s"), ("exp", "p_bar"), ("pv", "o_bar"))  # keys of casts that follow one another on one value
 _8_BITS = frozenset({"q8", "k8", "v8", "p8", "smooth_k"})
 _POSITIVE = ("scale", "divisor", "exp", "p_bar", "row_sum")
-_FP32 = Cast(FP32)
+_FP32, _INPUT = Cast(FP32), FUSED.p_bar
 _MODES = tuple(mode for mode in Rounding if mode is not Rounding.STOCHASTIC)
 _SAFE = SHIFT_RULES["safe"]
 #: Those with a name, and some at other numbers.
@@ -90,6 +90,8 @@ def forward_alone(declaration: Declaration, inputs: Format) -> Declaration:
         wide = _fmt(plan.p_bar, inputs).exponent_bits >= FP32.exponent_bits
         dead |= {"offset"} if wide else set()  # a power of two is divided out
     dead |= set() if plan.exponential.base_two else {"log2_e"}
+    if plan.scale.narrows and plan.log2_e.narrows:
+        plan = replace(plan, log2_e=_INPUT)  # of one rounded number the format is the scale's
     plan = replace(plan, **{field: getattr(FUSED, field) for field in dead})
     block, split = _effective_block(declaration), algorithm is SPLIT_ATTENTION
     for field in ("o_bar", "row_sum"):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tiebreak.backends.backend import EMULATION
+from tiebreak.backends.backend import EMULATION, Backend
 from tiebreak.cases.capture.watch import AttentionCall, ModelWatch, NotHeldError, Place, compiled_module
 from tiebreak.cases.gpt2 import fixture
 from tiebreak.cases.gpt2.attention import HeadKernel
@@ -18,7 +18,7 @@ from tiebreak.kernels.external.loading import load, place_of
 from tiebreak.kernels.external.options import LoadError
 from tiebreak.kernels.formats import BF16, FP16, FP32, Format, Formats
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
-from tiebreak.kernels.kernel import CannotRunError, composed, first_line, in_one_line
+from tiebreak.kernels.kernel import CannotRunError, Kernel, composed, first_line, in_one_line
 from tiebreak.kernels.plans import Cast
 from tiebreak.kernels.reference import reference
 from tiebreak.matrix.identification.asking import threads
@@ -71,15 +71,9 @@ class OwnModel:
         outputs, fmt = list[Tensor](), fmt if side else FP32
 
         def put(place: Place, call: Callable[[], AttentionCall], out: Tensor, to_heads: Callable[..., Tensor]) -> None:
-            given, o = call(), to_heads(out)  # a view: what is written into it is what the model goes on with
-            if given.spans:
-                raise NotHeldError("padding")
-            q, k, v = (x.cpu().to(TORCH_DTYPES[fmt]).float() for x in (given.q * given.factor, given.k, given.v))
-            noise = draw << 16 | len(outputs)
-            inputs = AttentionInputs(
-                q, k, v, q, Formats.of(fmt), given.causal, noise_seed=noise, softmax_scale=given.scale
-            )
-            o.copy_(_attention(side, inputs))
+            inputs = inputs_of(call(), fmt, noise_seed=draw << 16 | len(outputs))
+            o = to_heads(out)  # a view: what is written into it is what the model goes on with
+            o.copy_(attention(side.kernel, side.backend, inputs) if side else reference(inputs).o)
             outputs.append(o.cpu().double())
 
         watch = ModelWatch(self.module, {}, put)
@@ -97,12 +91,19 @@ class OwnModel:
         return Read(fixture.log_probabilities_of(logits, self.tokens), tuple(outputs))
 
 
-def _attention(side: Side | None, inputs: AttentionInputs) -> Tensor:
-    if side is None:
-        return reference(inputs).o
-    if reason := side.kernel.refusal(inputs):
+def inputs_of(call: AttentionCall, fmt: Format, noise_seed: int = 0) -> AttentionInputs:
+    """Return a model's call with q, k and v in a format, without gradients; NotHeldError: kernels here take no such."""
+    if call.spans:
+        raise NotHeldError("padding")
+    q, k, v = (x.cpu().to(TORCH_DTYPES[fmt]).float() for x in (call.q * call.factor, call.k, call.v))
+    return AttentionInputs(q, k, v, q, Formats.of(fmt), call.causal, noise_seed=noise_seed, softmax_scale=call.scale)
+
+
+def attention(kernel: Kernel, backend: Backend, inputs: AttentionInputs) -> Tensor:
+    """Return a kernel's O, (batch, heads, queries, d); CannotRunError: it takes no such call."""
+    if reason := kernel.refusal(inputs):
         raise CannotRunError(reason)
-    return side.backend.run(side.kernel, inputs, gradients=False).o
+    return backend.run(kernel, inputs, gradients=False).o
 
 
 def own_model(target: str, flag: str = "--model ") -> OwnModel:

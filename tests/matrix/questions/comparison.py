@@ -22,7 +22,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from tiebreak.cases.errors import by_key_head, in_units
+from tiebreak.cases.errors import by_key_head, in_units, units_of
 from tiebreak.cases.gradients import row_units
 from tiebreak.cases.verdicts import ROUNDED_ONCE, WORSE, BiasVerdict, Interval, interval, judge
 from tiebreak.kernels.formats import Format, ulp
@@ -115,7 +115,7 @@ def units(inputs: AttentionInputs, part: str) -> Tensor:
     """
     ref, fmt, truth = _reference(inputs), inputs.formats.output, exact(inputs, part)
     if part == O:
-        return torch.where(truth == 0, torch.nan, truth.sign() / ulp(truth, fmt))
+        return units_of(truth, fmt)
     do = inputs.do.double()
     if part == DV:
         terms = sum_groups(ref.p.transpose(-1, -2) @ do.abs(), inputs.groups)

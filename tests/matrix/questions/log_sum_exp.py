@@ -45,7 +45,8 @@ def _hold_gradients(
     the sum. With a log-sum-exp in few bits, P = exp(S - lse) is off by a factor, at most its roundoff.
     """
     dlse = session.inputs(1).do.sum(-1, keepdim=True)
-    factor = (torch.finfo(stored).eps / 2 * _visible(inputs).logsumexp(-1, keepdim=True).abs()).exp().float()
+    lse = inputs.visible(products(inputs)).logsumexp(-1, keepdim=True)
+    factor = (torch.finfo(stored).eps / 2 * lse.abs()).exp().float()
     both = replace(inputs, dlse=dlse)
     alone = replace(both, do=torch.zeros_like(inputs.do))
     for words, call in (("the log-sum-exp's gradient alone", alone), ("with that of O", both)):
@@ -102,7 +103,7 @@ def judge_lse(returned: object, inputs: AttentionInputs, declared: str, results:
         results.requirements[f"a log-sum-exp in base {declared}"] = why
         results.measures |= {"lse_ulps": math.nan, "lse_error_over_bound": math.nan}
         return None
-    q, k, s = inputs.q.double(), inputs.expanded_k().double(), _visible(inputs)
+    q, k, s = inputs.q.double(), inputs.expanded_k().double(), inputs.visible(products(inputs))
     natural = s.logsumexp(-1)
     # Allowed rounding: of every score in the inputs' format, of P before it is summed, of the result.
     eps = torch.finfo(returned.dtype).eps if isinstance(returned, Tensor) else 0.0
@@ -122,12 +123,6 @@ def judge_lse(returned: object, inputs: AttentionInputs, declared: str, results:
     results.measures |= {"lse_ulps": _largest((lse - exact) / ulp(exact, FP32)), "lse_error_over_bound": shares[base]}
     results.unit = f"ulp, base {base}"
     return None if why else base
-
-
-def _visible(inputs: AttentionInputs) -> Tensor:
-    """Return scores in fp64, -inf where they are hidden."""
-    s, hidden = products(inputs), inputs.hidden()
-    return s if hidden is None else s.masked_fill(hidden, -torch.inf)
 
 
 def _mistakes(s: Tensor, scale: float) -> Mapping[str, Tensor]:

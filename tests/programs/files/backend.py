@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,9 +16,10 @@ from torch import Tensor
 from tiebreak.backends.backend import Backend
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.kernels.declarations import parse_declaration
-from tiebreak.kernels.external.options import kernel
+from tiebreak.kernels.external.options import BINARY, declared_options, kernel
 from tiebreak.kernels.features import FEATURES, GROUPED
-from tiebreak.kernels.kernel import CannotRunError, NotAskedError
+from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
+from tiebreak.kernels.kernel import CannotRunError, Kernel, NotAskedError
 from tiebreak.programs.files import runner
 from tiebreak.reports.calls import MANIFEST, Calls, Stored, StoredCall, digest_of
 from tiebreak.reports.errors import UsageError
@@ -72,12 +74,14 @@ class CallFolder:
 
     @cached_property
     def stated(self) -> dict[str, Any]:
-        """The device by device.json; UsageError: that is no JSON object, or its products are none of a plan."""
+        """What device.json says; UsageError: it is no object, or its products or declared words are none."""
         path = self.path / DEVICE
         try:
             said = json.loads(path.read_bytes()) if path.exists() else {}
-            if not isinstance(said, dict) or not isinstance(said.get("products", []), list):
-                raise ValueError('expected an object, such as {"device": "...", "products": ["accumulator=amx"]}')
+            kinds = {"products": list, "declare": dict}
+            if not isinstance(said, dict) or not all(isinstance(said.get(x, kinds[x]()), kinds[x]) for x in kinds):
+                raise ValueError('expected {"device": "...", "products": ["accumulator=amx"], "declare": {"lse": "2"}}')
+            declared_options(None, [f"{word}={value}" for word, value in said.get("declare", {}).items()])
             parse_declaration(",".join(["flash@paper", *map(str, said.get("products", []))]))
         except (ValueError, RecursionError) as error:
             raise UsageError(f"{path}: {one_line(str(error))}") from error
@@ -225,6 +229,7 @@ def _read(path: Path, changed: int) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 class _Current:
     folder: ClassVar[CallFolder | None] = None  # whose calls are being made
+    lse: ClassVar[Tensor | None] = None  # of the last one
 
     @classmethod
     def answer(cls, names: tuple[str, ...], arguments: Tensors, keywords: Values) -> tuple[Tensor, ...]:
@@ -242,7 +247,9 @@ def _backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, **keywords
 @kernel(backward=_backward, name="files")
 def attention(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> tuple[Tensor, ...]:
     """Return the O that a folder has for these arguments, with its log-sum-exp if there is one."""
-    return _Current.answer(("o", "lse"), {"q": q, "k": k, "v": v}, keywords)
+    found = _Current.answer(("o", "lse"), {"q": q, "k": k, "v": v}, keywords)
+    _Current.lse = found[1] if len(found) > 1 else None
+    return found
 
 
 #: The keywords of all features, each by one name.
@@ -253,6 +260,13 @@ attention.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         *(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in _KEYWORDS),
     ]
 )
+
+
+def device_text(stated: Values) -> str:
+    """Return the device of outputs, as device.json states it, in words."""
+    if name := stated.get("device"):
+        return f"from {one_line(str(name))}, as {DEVICE} states (not measured)"
+    return "from a device that nobody states"
 
 
 @dataclass(frozen=True)
@@ -269,14 +283,8 @@ class _Files(Backend):
     def options(self) -> tuple[str, ...]:
         return ("--as", self.folder) if self.folder else ()
 
-    @property
-    def _device(self) -> str:
-        name = opened(self.folder).stated.get("device")
-        stated = f"from {one_line(str(name))}, as {DEVICE} states (not measured)"
-        return stated if name else "from a device that nobody states"
-
     def notice(self) -> str:
-        return f"outputs in {self.folder}, {self._device}; not asked: {NOT_ASKED}"
+        return f"outputs in {self.folder}, {device_text(opened(self.folder).stated)}; not asked: {NOT_ASKED}"
 
     def assuming(self, card: str) -> Backend:
         def unreadable() -> str | None:
@@ -289,7 +297,8 @@ class _Files(Backend):
         return replace(self, folder=card, unavailable=unreadable)
 
     def describe(self) -> dict[str, Any]:
-        return {"assumed": {self.name: self._device}, "stated": opened(self.folder).stated}
+        stated = opened(self.folder).stated
+        return {"assumed": {self.name: device_text(stated)}, "stated": stated}
 
     def plan_changes(self) -> tuple[str, ...]:
         products: list[str] = opened(self.folder).stated.get("products", [])
@@ -297,6 +306,15 @@ class _Files(Backend):
 
     def fingerprint(self) -> Mapping[str, str | float]:
         return {}  # nothing of the device can be measured here
+
+    def run(self, kernel: Kernel, inputs: AttentionInputs, *, gradients: bool) -> AttentionOutput:
+        """Return the outputs of a call, its log-sum-exp to the base e among them."""
+        _Current.lse = None
+        output = super().run(kernel, inputs, gradients=gradients)
+        if (lse := _Current.lse) is None or lse.shape != inputs.q.shape[:3]:
+            return output
+        binary = opened(self.folder).stated.get("declare", {}).get("lse") == BINARY
+        return replace(output, lse=lse[..., None] * (math.log(2.0) if binary else 1.0))
 
     @contextmanager
     def in_use(self) -> Iterator[Collection[str]]:

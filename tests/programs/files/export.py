@@ -58,6 +58,7 @@ _QUESTIONS = ("strided_views", "log_sum_exp", "scaled_do", "sizes")  # of a defa
 # A usual kernel is undecided there after all heads, which would be an eighth of a default folder.
 _COSTLY = "repeated_large[r=10000]"
 _TAKES = "causal,oblong_causal,gqa,scale,blind_rows"
+FORMATS = {fmt.name: fmt for fmt in (BF16, FP16)}  # of an engine's dump
 _RUNS = 3  # of one call, at most: as many as the contract of a call compares
 _RUN = ("cases", "dtype", "heads", "seed", "features", "captured")  # options of the run that are kept
 _FUSED = parse_declaration("flash@fused")
@@ -236,8 +237,15 @@ def _export(asked: argparse.Namespace) -> None:
     cases = counted(len(split(given["cases"])), "case")
     _tell_size(asked, [x for x, _ in calls], f"{counted(len(calls), 'call')} of {cases}", "--heads or --cases")
     every = tuple(call for _, call in calls)
-    manifest = Calls(SCHEMA, version("tiebreak"), given, takes, asked.layout, asked.raw, every, {}, "")
+    manifest = Calls(SCHEMA, version("tiebreak"), given, _given(asked), takes, asked.layout, asked.raw, every, {}, "")
     _write(folder, msgspec.structs.replace(manifest, digest=manifest.own_digest), [x for x, _ in calls])
+
+
+def _given(asked: argparse.Namespace) -> dict[str, str]:
+    """Return the options that say what is asked, other than their defaults; a flag is empty."""
+    parser, names = _parser(), (*_RUN, "takes", "layout", "raw")
+    given = {name: value for name in names if (value := getattr(asked, name)) != parser.get_default(name)}
+    return {name: "" if value is True else str(value) for name, value in given.items()}
 
 
 def _refuse_used(folder: Path) -> None:
@@ -255,9 +263,9 @@ def _tell_size(asked: argparse.Namespace, written: Iterable[Tensors], what: str,
 
 def _export_dump(asked: argparse.Namespace) -> None:
     """Write the calls of an engine's dump as captured tensors, and its answers to them."""
-    parser, folder, mapped = _parser(), asked.folder, dump.read(asked.dump)
-    if more := [name for name in (*_RUN, "takes", "layout", "raw") if getattr(asked, name) != parser.get_default(name)]:
-        raise UsageError(f"--{more[0]}: a dump says itself what was asked: leave it out")
+    folder, mapped = asked.folder, dump.read(asked.dump)
+    if more := _given(asked):
+        raise UsageError(f"--{min(more)}: a dump says itself what was asked: leave it out")
     every = list(dump.dumped(asked.dump, mapped))
     written = (x for each in every for x in (each.tensors, each.answers))
     _tell_size(asked, written, counted(len(every), "call"), "layers")
@@ -277,7 +285,7 @@ def _export_dump(asked: argparse.Namespace) -> None:
         runner.write(folder / f"{call.id}.out.safetensors", answers[place], {"call": call.digest})
     if mapped.device:
         store.write_text(json.dumps({"device": mapped.device}), folder / DEVICE)
-    manifest = Calls(SCHEMA, version("tiebreak"), options, takes, "bhnd", False, tuple(calls.values()), files, "")
+    manifest = Calls(SCHEMA, version("tiebreak"), options, {}, takes, "bhnd", False, tuple(calls.values()), files, "")
     store.write(msgspec.structs.replace(manifest, digest=manifest.own_digest), folder / MANIFEST)
 
 
@@ -285,7 +293,7 @@ def _calls_of_captured(
     folder: Path, options: Mapping[str, str]
 ) -> tuple[tuple[str, ...], dict[tuple[str, str], StoredCall]]:
     """Return the features of the calls of a folder's captured tensors, and the calls by file and layer."""
-    fmt, heads, cases = {"bf16": BF16, "fp16": FP16}[options["dtype"]], int(options["heads"]), captured_cases(folder)
+    fmt, heads, cases = FORMATS[options["dtype"]], int(options["heads"]), captured_cases(folder)
     inputs = [case.make(int(options["seed"]), 0, heads, fmt) for case in cases]
     takes = tuple(sorted({each.taken for x in inputs for each in x.required_features()}))
     flags = [f"{name}={value}" for name, value in declared(takes, "bhnd").items()]

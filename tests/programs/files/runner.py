@@ -46,6 +46,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, **
 
 #: None: gradients are autograd's; or a function of (do, q, k, v, o, **values) that returns dq, dk and dv
 backward: Any = None
+#: What tiebreak check is told of such a kernel by --declare, such as {"lse": "2", "plan": "flash@fused"}
+declare: dict[str, Any] = {}
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -166,17 +168,19 @@ def work(folder: Path, calls: list[dict[str, Any]], timeout: float) -> None:
 
 
 def take(file: Path) -> None:
-    """Take `attention`, and `backward` if it has one, from a file."""
+    """Take `attention`, and `backward` and `declare` if it has them, from a file."""
     sys.path.insert(0, str(file.resolve().parent))
     module = importlib.import_module(file.stem)
-    globals().update(attention=module.attention, backward=getattr(module, "backward", None))
+    more = {name: getattr(module, name, globals()[name]) for name in ("backward", "declare")}
+    globals().update(attention=module.attention, **more)
 
 
 def describe() -> dict[str, Any]:
     """Return what device.json says: a statement, which nobody has measured."""
     name = torch.cuda.get_device_name() if DEVICE == "cuda" else platform.processor() or platform.machine()
     versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip}
-    return {"device": name, "system": platform.platform(), "python": platform.python_version(), **versions}
+    told = {"declare": declare} if declare else {}
+    return {"device": name, "system": platform.platform(), "python": platform.python_version(), **versions, **told}
 
 
 def main() -> None:
@@ -192,9 +196,9 @@ def main() -> None:
     if options.worker:
         if options.kernel is not None:
             take(options.kernel)
+        replace(options.folder / "device.json", json.dumps(describe(), indent=2).encode())
         work(options.folder, [call for call in every if not outputs[call["id"]].exists()], options.timeout)
         return
-    replace(options.folder / "device.json", json.dumps(describe(), indent=2).encode())
     while calls := [call for call in every if not outputs[call["id"]].exists()]:
         command = [sys.executable, __file__, *sys.argv[1:], "--worker"]
         code = subprocess.run(command, check=False).returncode

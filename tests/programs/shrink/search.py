@@ -75,8 +75,7 @@ class Seen:
     @cached_property
     def repeated(self) -> Tensor:
         """True if each row repeats its maximum, (batch, heads, queries, 1)."""
-        hidden = self.inputs.hidden()
-        s = self.ref.s if hidden is None else self.ref.s.masked_fill(hidden, -torch.inf)
+        s = self.inputs.visible(self.ref.s)
         return (s >= s.amax(-1, keepdim=True) - _REPEATED).sum(-1, keepdim=True) > 1
 
     @cached_property
