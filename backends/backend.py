@@ -143,11 +143,11 @@ def to_device(value: _Moved, device: str) -> _Moved:
     moved: dict[str, Any] = {}
     for each in fields(value):
         part = getattr(value, each.name)
-        if isinstance(part, torch.Tensor):
+        if isinstance(part, torch.Tensor) and part.device != torch.device(device):
             moved[each.name] = part.to(device)
         elif isinstance(part, Gradients):
             moved[each.name] = to_device(part, device)
-    return replace(value, **moved)
+    return replace(value, **moved) if moved else value
 
 
 EMULATION = Backend(

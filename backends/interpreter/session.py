@@ -35,6 +35,7 @@ _EXACT = {"rint": "rint", "nearbyint": "rint", "trunc": "trunc", "floor": "floor
 _WAYS = 8  # of a kernel that are written down
 _NAMED = ("interpreter_semantic", "_InterpreterComparison")
 Function = Any  # one that triton.jit made, to be compiled or to be interpreted
+_named_type = functools.lru_cache(512)(tl.str_to_ty)
 
 
 @contextmanager
@@ -87,6 +88,7 @@ class _Session:
         # Triton before 3.9 knows none of AMD's own types.
         fnuz = (tl.float8e4b8, tl.float8e5b16)
         self.put(tl.dtype, "to_ir", lambda dtype, builder: dtype if dtype in fnuz else to_ir(dtype, builder))
+        self.put(tl, "str_to_ty", _named_type)
         self.put(tl.block_type, "__init__", _blocks(tl.block_type.__init__))
         self.put(tl.tensor, "__init__", _tensors(tl.tensor.__init__))
         self.put(tl, "static_assert", _required)
@@ -118,7 +120,7 @@ class _Session:
         if getattr(function, "is_gluon", bool)():
             why = "it says what each thread of a GPU holds, and Triton interprets none"
             raise CannotRunError(f"{function.fn.__name__} is a Gluon kernel: {why}; --backend cuda runs it")
-        names = list(inspect.signature(function.fn).parameters)
+        names = function.arg_names
         options = {name: value for name, value in kwargs.items() if name not in names}
         bound = inspect.getcallargs(function.fn, *args, **{n: v for n, v in kwargs.items() if n in names})
         constants = set(upstream.GridExecutor(function.fn, names, grid).constexprs)
@@ -133,7 +135,7 @@ class _Session:
         sizes = tuple(int(size) for size in (grid(bound) if callable(grid) else grid))
         sizes += (1,) * (3 - len(sizes))
         self._builder.set_grid_dim(*sizes)
-        places = np.array(list(np.ndindex(*sizes)), np.int32).reshape(-1, 3)
+        places = np.indices(sizes, np.int32).reshape(3, -1).T
         memory = KernelMemory(function.fn.__name__, tuple(arguments_of(arguments)))
         warps, rows = options.get("num_warps") or 4, options.get("rows", 0)  # Triton's default; the suite's kernels
         assert isinstance(warps, int)

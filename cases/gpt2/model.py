@@ -1,20 +1,24 @@
-"""GPT-2 without biases, its attention any kernel of the suite, per layer and head."""
+"""GPT-2 without biases, its attention any kernel of the suite, per layer and head; and the optimiser of a real run."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from inspect import unwrap
 
 import numpy as np
 import torch
 from numpy.random import Generator, Philox
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim import AdamW
 
 from tiebreak.cases.gpt2.attention import HeadKernel, Heads, Kernels, LayerCall, Observer, attend, noise_seed
 from tiebreak.kernels.arithmetic import Arithmetic
 
 INITIAL_STD = 0.02  # of GPT-2's matrices
+CLIP = 1.0  # of the gradient's norm (arXiv 2510.04212, section 3.1)
+EPSILON = 1e-8  # AdamW's usual
 
 
 @dataclass(frozen=True)
@@ -207,3 +211,15 @@ class GPT2(nn.Module):
     def loss(self, tokens: Tensor, targets: Tensor, step: int) -> Tensor:
         """Return the mean cross-entropy in nats of the next tokens, a scalar."""
         return functional.cross_entropy(self(tokens, step).float().flatten(0, 1), targets.flatten())
+
+
+class _AdamW(AdamW):
+    """PyTorch's, without wrappers that import torch.compile: a second and a half in every process that trains."""
+
+    add_param_group, zero_grad = unwrap(AdamW.add_param_group), unwrap(AdamW.zero_grad)
+    step = torch.no_grad()(unwrap(AdamW.step))
+
+
+def adamw(weights: list[torch.nn.Parameter], rate: float = 1e-3, epsilon: float = EPSILON) -> AdamW:
+    """Return the paper's AdamW: betas 0.9 and 0.95, no decay (arXiv 2510.04212, section 3.1)."""
+    return _AdamW(weights, rate, betas=(0.9, 0.95), eps=epsilon, weight_decay=0.0)

@@ -21,9 +21,8 @@ from tiebreak.cases.gpt2 import scripting
 from tiebreak.cases.gpt2.attention import HeadKernel, Heads, Kernels
 from tiebreak.cases.gpt2.data import Batches, corpus
 from tiebreak.cases.gpt2.mitigations import QKClip
-from tiebreak.cases.gpt2.model import GPT2, PRESETS, Configuration
+from tiebreak.cases.gpt2.model import CLIP, EPSILON, GPT2, PRESETS, Configuration, adamw
 from tiebreak.cases.gpt2.monitors import MEASURES, MeasureRecorder, direction_cosine, drift, spectral_norms
-from tiebreak.cases.gpt2.optimizers import CLIP, EPSILON, adamw
 from tiebreak.cases.gpt2.scripting import HEAD, LAYER, Script
 from tiebreak.cases.gpt2.variants import Variant, variant_names
 from tiebreak.cases.verdicts import BiasVerdict

@@ -23,6 +23,7 @@ from tiebreak.reports.tables.texts import cell_text, changes_text, explanation_t
 
 _DIGITS = 5  # significant ones of a number on the page: the files have them all
 _FITS = 3  # plans that are named of those that a kernel's bits were held against
+_OF_ANSWERS = ("passed", "asked", "why")
 _DRAWN = frozenset({"trace", "series"})  # evidence that the figures draw
 
 
@@ -96,13 +97,7 @@ def _record(record: Record, headline: str | None) -> dict[str, Any]:
         "version": record.case_version,
         "tone": _short(record.number(headline)) if toned and headline is not None else None,
         "answers": [
-            {
-                "check": check,
-                "passed": answer.passed,
-                "asked": answer.asked,
-                "why": answer.why,
-                "source": answer.source or "",
-            }
+            {"check": check, **{field: getattr(answer, field) for field in _OF_ANSWERS}, "source": answer.source or ""}
             for check, answer in record.answers.items()
         ],
         "measures": [

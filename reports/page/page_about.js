@@ -49,12 +49,13 @@ function side(cell) {
   return make("div", null, { class: "wide", tabindex: "0", role: "region", "aria-label": "platforms" }, table);
 }
 
-const MET = new Map([[true, "met"], [false, "failed"], [null, "undecided"]]);
+const ANSWERS = new Map([[true, "passed"], [false, "failed"], [null, "undecided"]]);
 function checks(record) {
   const { answers } = record;
   if (!answers.length) return null;
-  return make("ul", null, { class: "checks" }, ...answers.map(({ check, met, asked, why, source }) => {
-    const item = make("li", null, { class: met === true ? "" : "unmet" }, make("b", check), ` ${MET.get(met)}: ${asked}`);
+  return make("ul", null, { class: "checks" }, ...answers.map(({ check, passed, asked, why, source }) => {
+    const words = ` ${ANSWERS.get(passed)}: ${asked}`;
+    const item = make("li", null, { class: passed === true ? "" : "unmet" }, make("b", check), words);
     if (why) item.append(make("div", why));
     if (source) item.append(make("div", null, {}, make("small", `source: ${source}`)));
     return item;

@@ -78,6 +78,8 @@ class CallRecord(Data, frozen=True, omit_defaults=False):
     nearer: str | None = None  # which of them has the smaller rms error; None: the heads do not tell
     gradients: Mapping[str, GradientRecord] = {}  # by name
     plan_bits: tuple[float | None, float | None] = (None, None)  # share of bits of O that the plans of A and B have
+    inputs: Mapping[str, Size] = {}  # rms difference of q, k, v of B to A's, as a share, where each has its own
+    lse: Estimate | None = None  # of the log-sum-exp of B less A, less that of the exact ones
 
 
 class PairVerdict(FileData, frozen=True):
@@ -110,6 +112,14 @@ class PairVerdict(FileData, frozen=True):
                 "separated by",
                 f"{each.a} in {A}, {each.b} in {B}: {100 * each.share:.0f} % of the difference on {each.on}{sure}",
             )
+        if other := [call for call in self.calls if call.inputs]:
+            most = {part: max(call.inputs.get(part, 0.0) for call in other) for part in "qkv"}
+            shares = ", ".join(f"{part} {share:.1e}" for part, share in most.items() if share)
+            theirs = f"each has its own in {counted(len(other), 'case')}, apart by up to {shares} of {A}'s (rms)"
+            yield "inputs", f"{theirs}; what exact attention makes of that is left out"
+        if lse := {call.case: call.lse for call in self.calls if call.lse is not None and call.lse.mean is not None}:
+            case = max(lse, key=lambda name: abs(lse[name].mean or 0.0))
+            yield "log-sum-exp", f"B - A up to {lse[case].mean:+.2e} +- {lse[case].half_width or 0.0:.1e}, in {case}"
         if self.model is not None:
             yield "in nats", "; ".join(map(log_probabilities.in_brief, self.model.formats))
         for name, kept in ((A, (True, False)), (B, (False, True))):

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from tiebreak.backends.backend import CPU
 from tiebreak.cases.gpt2.attention import HeadKernel, LayerCall, Observation, attend
-from tiebreak.cases.gpt2.model import GPT2, Configuration, everywhere
+from tiebreak.cases.gpt2.model import GPT2, Configuration, adamw, everywhere
 from tiebreak.cases.gpt2.monitors import View
-from tiebreak.cases.gpt2.optimizers import adamw
 from tiebreak.kernels.roster import composed_kernel
 from tiebreak.laboratory.train import COLLAPSED_REPORTS, main
 from tiebreak.laboratory.training import (

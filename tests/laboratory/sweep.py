@@ -21,8 +21,8 @@ from tiebreak.backends.platform import describe, worker_count
 from tiebreak.cases.gpt2.attention import Observation
 from tiebreak.cases.gpt2.data import Batches, DataError
 from tiebreak.cases.gpt2.mitigations import GATED, NO_MITIGATION, QK_CLIP, QK_NORM, Mitigation
+from tiebreak.cases.gpt2.model import CLIP
 from tiebreak.cases.gpt2.monitors import MEASURES, View
-from tiebreak.cases.gpt2.optimizers import CLIP
 from tiebreak.kernels.formats import FP32, TF32
 from tiebreak.laboratory import flags, ray_cluster, reduced
 from tiebreak.laboratory.reduced import Otherwise, Reduction, parse_attention, parse_reduction

@@ -24,9 +24,8 @@ from torch.optim import Optimizer
 
 from tiebreak.cases.gpt2.attention import Observation, Observer
 from tiebreak.cases.gpt2.data import Batches
-from tiebreak.cases.gpt2.model import GPT2
+from tiebreak.cases.gpt2.model import CLIP, GPT2, adamw
 from tiebreak.cases.gpt2.monitors import MEASURES, MeasureRecorder
-from tiebreak.cases.gpt2.optimizers import CLIP, adamw
 
 OPTIMIZERS, PRECISIONS = ("adamw", "muon"), ("bf16", "fp32")
 LOG, CHECKPOINT = "log.jsonl", "checkpoint.pt"

@@ -102,8 +102,8 @@ def _if_measured(measure: str, most: float, wording: str, *, where: Sequence[str
 
 def _answer(result: Result, requirement: str, limited: Sequence[_Limited], held_to: str | None) -> Answer:
     """Answer failed where a needed number is missing, NaN, or beyond its limit."""
-    numbers = {name: math.nan if (number := result.number(name)) is None else number for name in result.measures}
     passed, why = kept([limit for limit, _ in limited], result.recorded), []
+    numbers = {n: math.nan if (x := result.number(n)) is None else x for n in result.measures if not passed}
     for limit, wording in limited:
         if limit.kept(result.recorded) is not passed or passed is True:
             continue

@@ -18,7 +18,7 @@ _SEEN = 0.1  # share of an output's size by which it is seen to be off; a smalle
 def farthest_off(result: Result, answers: Mapping[str, Answer]) -> dict[str, dict[str, float | None]]:
     """Return as evidence the wrong tensor, O before a gradient, with the reason where the error is small."""
     not_passed = [name for name in (*_OF_O, GRADIENTS) if name in answers and answers[name].passed is False]
-    off = result.off[not_passed[0] not in _OF_O] if not_passed and result.off else None
+    off = result.off(not_passed[0] not in _OF_O) if not_passed and result.off else None
     if off is None:
         return {}
     text, share = off

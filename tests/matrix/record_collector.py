@@ -187,7 +187,7 @@ class RecordCollector:
         if carried:
             # The whole record was for the way here; a report in JUnit's XML gets the numbers.
             report.user_properties = [pair for pair in report.user_properties if pair[0] != PROPERTY]
-            report.user_properties += properties(self.records[name])
+            report.user_properties += properties(self.records[name]) if xml_key in self.config.stash else ()
 
     @functools.cached_property
     def words(self) -> Path:

@@ -1,6 +1,6 @@
 """The result of an experiment: measures, claims, predictions and evidence, which checks read."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -55,8 +55,8 @@ class Result:
     gradient_heads: int = 0  # of them: on which gradients were measured
     obstacle: str = ""  # why no more heads can be drawn where the data do not tell, and what to do; empty: they can
     digest: str | None = None  # of what was computed
-    #: In words what O, and a gradient, would be off by if it were wrong, and that share of the reference; None: a NaN.
-    off: tuple[Off, Off | None] | None = None
+    #: In words what O, or a gradient, would be off by if it were wrong, and that share of the reference; None: a NaN.
+    off: Callable[[bool], Off | None] | None = None
     evidence: Mapping[str, Any] = field(default_factory=dict)  # for records: see tiebreak.reports.records.record
 
     @cached_property

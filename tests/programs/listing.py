@@ -1,10 +1,14 @@
 """`tiebreak list`: what there is, a line each."""
 
+import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
 
 from tiebreak import plugins
 from tiebreak.backends.registry import BACKENDS
 from tiebreak.cases.claims import Claim
+from tiebreak.cases.shapes import dimensions, reported
 from tiebreak.kernels.declarations import values_apart
 from tiebreak.kernels.external.loading import ADAPTERS
 from tiebreak.kernels.plans import FP32_PLAN, PLANS, DeltaSource, RoundingPlan
@@ -16,11 +20,29 @@ from tiebreak.reports import terminal
 from tiebreak.reports.cli import PASSED, Parser
 from tiebreak.reports.names import pick
 from tiebreak.reports.records.decode import encode
+from tiebreak.reports.records.order import grouped
 from tiebreak.reports.records.record import CaseRecord
 
 _INDENT = "  "
 SCRIPTED, SEEN = "scripted", "seen"  # marks of inputs: made up, or met by trained models
 _DECLARED = "A kernel's declared plan is an assumption: each run compares it with the kernel's bits."
+
+
+@dataclass(frozen=True)
+class VendorPlan:
+    """The rounding of a vendor's kernel in bf16, as `--plan` takes it."""
+
+    name: str
+    kernel: str  # what it is called where it is used, and when
+    plan: str  # as `tiebreak.kernels.declarations.parse_declaration` takes it
+    source: str  # repository, path and lines
+    version: str  # commit or release, and date
+    rests_on: str = "source lines; no device that it is for was asked"  # the plan, in words
+    note: str = ""  # what the source does not say, or a plan cannot
+
+
+_TABLES = tomllib.loads((files("tiebreak.kernels") / "vendor_plans.toml").read_text("utf-8"))
+VENDOR_PLANS: Mapping[str, VendorPlan] = {name: VendorPlan(name, **table) for name, table in _TABLES.items()}
 
 
 def groups() -> dict[str, dict[str, Experiment]]:
@@ -106,6 +128,34 @@ def plans(arguments: Sequence[str]) -> int:
         },
         "docs/words.md explains rounding points, and what of a plan can be changed: flash@fused,s=bf16,base=2,tile=64.",
     )
+    return PASSED
+
+
+def vendors(arguments: Sequence[str]) -> int:
+    """Print plans of kernels that vendors ship, with their sources."""
+    about = "What vendors' kernels round, by their sources, as --plan takes it."
+    names, lines = parser_of("vendor", about).parse_args(arguments).names, []
+    for plan in (VENDOR_PLANS[name] for name in matching("vendor", names, VENDOR_PLANS) or VENDOR_PLANS):
+        rows = [("plan", plan.plan), ("source", f"{plan.source} ({plan.version})")]
+        rows += [("rests on", plan.rests_on), ("note", plan.note)]
+        lines.append("\n".join(lines_of(f"{plan.name}: {plan.kernel}", rows)))
+    print("\n\n".join(lines))
+    return PASSED
+
+
+def shapes(arguments: Sequence[str]) -> int:
+    """Print the sizes that meet in pairs, then the calls of each question, by which kernels are asked for own paths."""
+    about = "Shapes of calls: every two sizes meet, with each parameter of a kernel; and calls of public reports."
+    Parser(prog="tiebreak list shapes", description=about).parse_args(arguments)
+    sizes = [(name, ", ".join(str(value or "the first that it takes") for value in sizes))
+             for name, sizes in dimensions().items()]  # fmt: skip
+    parts = [lines_of("shapes: every two of these meet in a call", sizes)]
+    for name, calls in grouped(reported(), lambda call: call.asks).items():
+        by_source = grouped(calls, lambda call: call.source).items()
+        rows = [row for source, own in by_source
+                for row in (("calls", "; ".join(call.words for call in own)), ("source", source))]  # fmt: skip
+        parts.append(lines_of(f"{name}: calls by what is not as usual", rows))
+    print("\n\n".join("\n".join(part) for part in parts))
     return PASSED
 
 

@@ -3,7 +3,9 @@
 import argparse
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace as with_fields
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
 from msgspec.structs import replace
@@ -25,6 +27,8 @@ from tiebreak.matrix.pairs.through_model import own_model, through_model
 from tiebreak.matrix.selection import Selection, matching_backends
 from tiebreak.matrix.trial import raised
 from tiebreak.matrix.workbench import Settings
+from tiebreak.programs.files.backend import CallFolder
+from tiebreak.programs.files.pairing import cases_of, folder_of, probed, settings_of, side_of
 from tiebreak.programs.identify import FORMATS
 from tiebreak.reports import terminal
 from tiebreak.reports.cli import FAILED, PASSED, Parser, count, positive
@@ -101,19 +105,24 @@ def pair(a: Target, b: Target, *, tell: Tell = lambda line: None, **options: Unp
         raise UsageError(f"--dtype {chosen.dtype}: expected {' or '.join(FORMATS)}")
     if wrong := [name for name in limits if name not in MEASURES or chosen.model == _NONE]:
         raise UsageError(f"--limit {wrong[0]}: expected {', '.join(MEASURES)}, of log-probabilities through a model")
-    plans = [plan_of(a), plan_of(b)]
+    folders = [folder_of(target) for target in (a, b)]
+    plans = [None if folder else plan_of(target) for target, folder in zip((a, b), folders, strict=True)]
     names = (chosen.backend or ",".join((CPU if plan is None else EMULATION).name for plan in plans)).split(",")
     backends = {each.name: each for each in matching_backends(Selection(backends=",".join(names), card=chosen.card))}
     if len(names) > len(plans) or not backends.keys() >= set(names):
         raise UsageError(f"--backend {chosen.backend}: expected one name for both, or one each")
     slow = any(backend.slower > 1 for backend in backends.values())
+    kernels = [
+        probed(folder, Path(str(target)).name, chosen.declare)
+        if folder
+        else ProbedKernel(backends[name], kernel_of(target, plan, backends[name], chosen.declare), fmt)
+        for target, plan, name, folder in zip((a, b), plans, (names[0], names[-1]), folders, strict=True)
+    ]
+    if any(folders):
+        return _answered((a, b), kernels, folders, chosen.cases, tell)
     cases, model = _cases(chosen.cases, slow), None if chosen.model in (None, _GPT2, _NONE) else own_model(chosen.model)
     formats = tuple(FORMATS.values()) if chosen.dtype is None else (fmt,)
     through = partial(through_model, formats=formats, model=model, tell=tell)
-    kernels = [
-        ProbedKernel(backends[name], kernel_of(target, plan, backends[name], chosen.declare), fmt)
-        for target, plan, name in zip((a, b), plans, (names[0], names[-1]), strict=True)
-    ]
     first = _side(_name(a), kernels[0], chosen.seed, tell)
     same = (a, names[0]) == (b, names[-1])  # one kernel is asked once
     sides = first, first if same else _side(_name(b), kernels[1], chosen.seed, tell)
@@ -127,6 +136,28 @@ def pair(a: Target, b: Target, *, tell: Tell = lambda line: None, **options: Unp
         f"{what}, which takes minutes on {names[0]}: {how} for it" for what, given, how in unasked if given is None
     ]
     return apply_limits(replace(verdict, left_out=tuple(slowly) if slow else ()), limits)
+
+
+def _answered(
+    targets: tuple[Target, Target],
+    kernels: Sequence[ProbedKernel],
+    folders: Sequence[CallFolder | None],
+    names: str | None,
+    tell: Tell,
+) -> PairVerdict:
+    """Compare sides of which one or both are folders of answers, on the calls in these alone."""
+    own, settings = cases_of(folders), settings_of(folders)
+    chosen = [*own] if names is None else pick("case", names, own, "both folders have others", "--cases")
+    formats = {each.fmt for each, folder in zip(kernels, folders, strict=True) if folder}
+    if len(formats) > 1:
+        raise UsageError(f"{targets[0]} is in {kernels[0].fmt.name}, {targets[1]} in {kernels[1].fmt.name}")
+    fmt, made = formats.pop(), list[Side]()
+    for at, (target, kernel, folder) in enumerate(zip(targets, kernels, folders, strict=True)):
+        cases = [own[name][at] for name in chosen]
+        side = side_of(_name(target), kernel, cases, settings) if folder else None
+        made.append(side or _side(_name(target), with_fields(kernel, fmt=fmt), settings.seed, tell))
+    left = "invariance, log-probabilities: outputs that are here are of these calls alone"
+    return replace(judge_pair((made[0], made[1]), fmt, chosen, settings, tell, None, own), left_out=(left,))
 
 
 def _cases(names: str | None, slow: bool) -> Sequence[str]:
@@ -204,7 +235,10 @@ def _parser() -> argparse.ArgumentParser:
         epilog="exit codes: 0 bitwise equal or two roundings of one thing, 1 apart, undecided or beyond a limit,"
         " 2 bad usage",
     )
-    what = f"{EXPECTED.removeprefix('expected ')}; a plan as --plan takes it; or a backend's kernel by name"
+    what = (
+        f"{EXPECTED.removeprefix('expected ')}; a plan as --plan takes it; a backend's kernel by name; or a folder of"
+    )
+    what += " tiebreak export with answers in it"
     for name in ("a", "b"):
         parser.add_argument(name, metavar=name.upper(), help=what)
     add = parser.add_argument

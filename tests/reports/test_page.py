@@ -56,6 +56,15 @@ def evil_run() -> Run:
     return run(*cells, failed, odd, platform={"cpu": EVIL, "torch": EVIL, "os": EVIL}, **described)
 
 
+def test_the_script_asks_answers_for_what_the_data_have() -> None:
+    html = page([evil_run()], ["here"], [])
+    answers = [answer for cell in data_of(html)["cells"] for answer in cell["records"][0]["answers"]]
+    names = re.search(r"answers\.map\(\(\{ (.*?) \}\)", html)
+    assert names
+    assert all(set(names[1].split(", ")) == answer.keys() for answer in answers)
+    assert False in [answer["passed"] for answer in answers]
+
+
 def test_the_page_is_one_file_that_asks_for_nothing(telling: Run) -> None:
     html = page([telling], ["here"], figures([telling], ["here"]))
     tags = Tags(html).found

@@ -232,6 +232,8 @@ def test_it_asks_for_nothing_and_names_that_would_be_code_are_text(browser: Brow
     browser.ask("document.querySelectorAll('.map td, .map th').forEach((one) => { one.click(); about.close(); })")
     browser.ask(f"{cell(EVIL, EVIL)}.click()")
     assert EVIL in browser.ask("about.textContent")
+    browser.ask(f"about.close(), {cell(EVIL, 'tied_maxima[k=2]')}.click()")
+    assert browser.ask("about.querySelector('.checks li').textContent").startswith("x failed: ")
     assert browser.ask("document.title") == "tiebreak"
     assert browser.ask("document.querySelectorAll('img').length") == 0
     assert browser.complaints() == []

@@ -19,8 +19,7 @@ from tiebreak.cases.gpt2.fixture import (
     fixture_of,
     model_with,
 )
-from tiebreak.cases.gpt2.model import GPT2, KeyValueCache
-from tiebreak.cases.gpt2.optimizers import CLIP, adamw
+from tiebreak.cases.gpt2.model import CLIP, GPT2, KeyValueCache, adamw
 from tiebreak.laboratory.training import Schedule
 
 _DATA_SEED, _SAMPLE_SEED = 11, 12

@@ -26,8 +26,7 @@ from tiebreak.cases.gpt2 import scripting
 from tiebreak.cases.gpt2.attention import HeadKernel
 from tiebreak.cases.gpt2.data import Batches, corpus
 from tiebreak.cases.gpt2.fixture import CONFIGURATION, SEQUENCES, fixture
-from tiebreak.cases.gpt2.model import GPT2, PRESETS, everywhere
-from tiebreak.cases.gpt2.optimizers import CLIP, adamw
+from tiebreak.cases.gpt2.model import CLIP, GPT2, PRESETS, adamw, everywhere
 from tiebreak.cases.gpt2.scripting import Script
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.declarations import parse_declaration

@@ -1,6 +1,8 @@
 """Dumps of engines: a mapping makes a folder of calls with answers of them."""
 
 import json
+import math
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,12 @@ from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import BF16, Formats
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import run_forward
+from tiebreak.programs import pair as program
 from tiebreak.programs.files import export, judge, runner
+from tiebreak.programs.pair import pair
 from tiebreak.reports.calls import MANIFEST, Calls
 from tiebreak.reports.errors import UsageError
+from tiebreak.reports.pairs.verdict import APART, ROUNDINGS, SAME
 from tiebreak.reports.records import store
 
 HEADS, KEY_HEADS, D = 16, 8, 16
@@ -31,12 +36,20 @@ Damage = Callable[[Path, dict[str, Any]], object]
 Writing = Callable[[Path, Sequences], dict[str, Any]]
 
 
-def made(lengths: Any = LENGTHS, *, window: int | None = None, sink: Tensor | None = None) -> Sequences:
-    """Sequences with what plain fused flash has for them, (heads, tokens, d)."""
+def made(
+    lengths: Any = LENGTHS,
+    *,
+    window: int | None = None,
+    sink: Tensor | None = None,
+    plan: str = "flash@fused",
+    apart: float = 0.0,
+) -> Sequences:
+    """Sequences with what a plan has for them, (heads, tokens, d); `apart`: q of another engine."""
     rng, sequences = torch.Generator().manual_seed(1), []
     for queries, keys in lengths:
         q = torch.randn(HEADS, queries, D, generator=rng).bfloat16()
-        k, v = (torch.randn(KEY_HEADS, keys, D, generator=rng).bfloat16() for _ in range(2))
+        k, v = (torch.randn(KEY_HEADS, keys, D, generator=rng) for _ in range(2))
+        k, v, q = k.bfloat16(), (0.3 * v - 2.4).bfloat16(), (q.float() * (1.0 + apart)).bfloat16()
         given = [x[None].float() for x in (q, k, v)]
         inputs = AttentionInputs(
             *(given[0], given[1], given[2], given[0], Formats.of(BF16)),
@@ -44,7 +57,7 @@ def made(lengths: Any = LENGTHS, *, window: int | None = None, sink: Tensor | No
             window=(None, None) if window is None else (window - 1, 0),
             sink=None if sink is None else sink.float(),
         )
-        out = run_forward(parse_declaration("flash@fused"), inputs, EMULATION.arithmetic)
+        out = run_forward(parse_declaration(plan), inputs, EMULATION.arithmetic)
         assert out.lse is not None
         sequences.append({"q": q, "k": k, "v": v, "o": out.o[0].bfloat16(), "lse": out.lse[0, ..., 0]})
     return sequences
@@ -305,3 +318,66 @@ def test_so_is_one_about_pages(tmp_path: Path, fields: Mapping[str, Any], word: 
     mapping = {**in_pages(folder, made()), **fields}
     with pytest.raises(UsageError, match=word):
         export.main([str(tmp_path / "calls"), "--dump", str(written(tmp_path, mapping))])
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folders of one engine that trains, and of some that serve."""
+    sequences = {
+        "train": made([(40, 40)]),
+        "same": made([(40, 40)], plan="flash@fused,tile=32"),
+        "near": made([(40, 40)], apart=0.004),
+        "cut": made([(40, 40)], plan="flash@fused,o=bf16:rtz", apart=0.004),
+    }
+    folder = tmp_path_factory.mktemp("engines")
+    return {name: str(exported(folder / name, in_rows, x)) for name, x in sequences.items()}
+
+
+def test_two_engines_with_one_input_are_a_pair(engines: Mapping[str, str]) -> None:
+    assert pair(engines["train"], engines["train"]).severity == SAME
+    found = pair(engines["train"], engines["same"])
+    assert (found.severity, found.ok, found.calls[0].inputs) == (ROUNDINGS, True, {})
+    assert found.calls[0].lse is not None
+    assert abs(found.calls[0].lse.mean or 1.0) < 1e-5
+    assert found.sides[0].known
+
+
+@pytest.mark.parametrize(("name", "severity"), [("near", ROUNDINGS), ("cut", APART)])
+def test_what_exact_attention_makes_of_own_inputs_is_no_difference_of_engines(
+    engines: Mapping[str, str], name: str, severity: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert program.main([engines["train"], engines[name]]) == (severity == APART)
+    assert "  inputs " in capsys.readouterr().out
+    found = pair(engines["train"], engines[name])
+    assert found.severity == severity
+    assert {part for part, share in found.calls[0].inputs.items() if 1e-3 < share < 1e-2} == {"q"}
+    assert found.calls[0].lse is not None
+    assert abs(found.calls[0].lse.mean or 1.0) < 1e-5
+
+
+def test_an_engine_is_held_against_a_kernel_that_is_here_and_a_damaged_one_is_refused(
+    engines: Mapping[str, str], tmp_path: Path
+) -> None:
+    found = pair(engines["cut"], "flash@fused")
+    assert (found.severity, [call.case for call in found.calls]) == (APART, ["captured[step=000000.layer=3]"])
+    damaged = shutil.copytree(engines["train"], tmp_path / "damaged")
+    (damaged / "0001.out.safetensors").unlink()
+    with pytest.raises(UsageError, match="0001"):
+        pair(str(damaged), engines["train"])
+    other = exported(tmp_path / "other", in_heads, made([(9, 9)]))
+    found = pair(str(other), engines["train"])
+    assert not found.ok
+    assert "9, 16" in found.calls[0].why
+
+
+def test_a_log_sum_exp_that_is_none_fails_and_one_in_base_two_passes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("-n", "0", "--out", str(tmp_path / "out"))
+    for name, change, code in (("binary", 1.0 / math.log(2.0), 0), ("other", 0.9, 1), ("NaN", math.nan, 1)):
+        sequences = made([(40, 40)])
+        sequences[0]["lse"] *= change
+        folder = exported(tmp_path / name, in_rows, sequences)
+        capsys.readouterr()
+        assert judge.main([str(folder), *words]) == code
+        assert ("log-sum-exp" in capsys.readouterr().out) == bool(code)

@@ -4,7 +4,7 @@ import pytest
 
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import Rounding
-from tiebreak.programs.vendors import VENDOR_PLANS
+from tiebreak.programs.listing import VENDOR_PLANS
 from tiebreak.reports import cli
 
 

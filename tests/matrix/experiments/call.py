@@ -155,7 +155,7 @@ class OneCall(Experiment):
             heads=sample.heads,
             obstacle=sample.obstacle,
             digest=digest(sample.outputs[0]),
-            off=(o_off(sample), gradient_off(sample, measures)),
+            off=lambda of_gradients: gradient_off(sample, measures) if of_gradients else o_off(sample),
             evidence=_evidence(sample, backward),
         )
 

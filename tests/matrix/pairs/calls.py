@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.cases.bounds import UNDECLARED
+from tiebreak.cases.captured import CANCELLED
 from tiebreak.cases.errors import Errors, by_key_head, in_units, merge
 from tiebreak.cases.verdicts import (
     LIMIT,
@@ -21,6 +22,7 @@ from tiebreak.cases.verdicts import (
 )
 from tiebreak.kernels.inputs import AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Declaration, is_random, tilings
+from tiebreak.kernels.reference import log_sum_exp
 from tiebreak.matrix.identification.asking import ProbedKernel
 from tiebreak.matrix.identification.attribution import slip_bits
 from tiebreak.matrix.measures import ratio_of_means
@@ -45,18 +47,27 @@ def _bound(side: Side) -> Declaration:
 
 @dataclass
 class PairedCall:
-    """One case through both sides, on all heads drawn so far."""
+    """One case through both sides, on all heads drawn so far. Of answers from elsewhere each may have its own inputs.
 
-    bench: CaseBench
+    What exact attention makes of that is then no part of the difference.
+    """
+
+    benches: tuple[CaseBench, CaseBench]  # of A and B: one, unless their inputs differ
     sides: tuple[Side, Side]
     outputs: list[list[Tensor]] = field(default_factory=list)  # O of A and of B, fp32, a batch
+
+    @property
+    def bench(self) -> CaseBench:
+        """The bench of A, in whose units all is."""
+        return self.benches[0]
 
     def record(self) -> CallRecord:
         """Draw more heads until all is settled; a refusal or an error of a kernel is in the record."""
         try:
             for look in range(LOOKS):
                 for index in batches_of(look):
-                    self.outputs += [[*map(self._o, SIDES, self.sides)]] if self.bench.has_batch(index) else []
+                    if self.bench.has_batch(index):
+                        self.outputs.append([*map(self._o, SIDES, self.sides, self.benches)])
                 if self._verdict()[0] != UNDECIDED:
                     break
             return self._settled()
@@ -64,10 +75,13 @@ class PairedCall:
             severity, why = left.args
             return CallRecord(self.bench.case.name, severity, why)
 
-    def _o(self, letter: str, side: Side) -> Tensor:
-        probed, name = ProbedKernel(side.backend, side.kernel, self.bench.fmt), self.bench.case.name
+    def _o(self, letter: str, side: Side, bench: CaseBench) -> Tensor:
+        probed, name, index = ProbedKernel(side.backend, side.kernel, bench.fmt), bench.case.name, len(self.outputs)
+        shapes = [[list(getattr(each.batch(index).inputs, part).shape) for part in "qkv"] for each in self.benches]
+        if shapes[0] != shapes[1]:
+            raise _LeftOutError(UNDECIDED, f"q, k and v are {shapes[0]} in A, {shapes[1]} in B")
         try:
-            answer = probed.answer(name, self.bench.batch(len(self.outputs)))
+            answer = probed.answer(name, bench.batch(index))
         except Exception as error:  # whatever the kernel raises
             if side.backend.poisoned():
                 raise
@@ -83,25 +97,33 @@ class PairedCall:
 
     def _apart(self, index: int) -> Tensor:
         """Return B less A of one batch, in ulps away from zero."""
-        a, b = self.outputs[index]
-        return in_units(b.double() - a.double(), self.bench.batch(index).units)
+        a, b = (o.double() for o in self.outputs[index])
+        return self._in_units(index, b - a)
+
+    def _in_units(self, index: int, apart: Tensor) -> Tensor:
+        """Return a difference in ulps, less that of the exact O; NaN where O of captured tensors has cancelled."""
+        a, b = (bench.batch(index).ref for bench in self.benches)
+        apart = in_units(apart if a is b else apart - (b.o - a.o), self.bench.batch(index).units)
+        captured = self.bench.case.fixed_heads is not None
+        return apart.masked_fill(a.o.abs() < CANCELLED * a.magnitude, torch.nan) if captured else apart
 
     def _plans_apart(self, index: int) -> Tensor:
-        a, b = (self.bench.emulated(index, side.plan)[0].o.double() for side in self.sides if side.plan)
-        return in_units(b - a, self.bench.batch(index).units)
+        both = zip(self.benches, self.sides, strict=True)
+        a, b = (bench.emulated(index, side.plan)[0].o.double() for bench, side in both if side.plan)
+        return self._in_units(index, b - a)
 
-    def _emulated(self, side: Side) -> Errors | None:
+    def _emulated(self, side: Side, bench: CaseBench) -> Errors | None:
         """Return errors of a side's plan; None where it has none, or no plan's bits can be compared."""
-        if side.plan is None or not self.bench.case.bits_tell:
+        if side.plan is None or not bench.case.bits_tell:
             return None
-        return merge([self.bench.emulated(index, side.plan)[1] for index in range(len(self.outputs))])
+        return merge([bench.emulated(index, side.plan)[1] for index in range(len(self.outputs))])
 
     def _ratio(self) -> Interval | None:
         """Return the mean square of the difference over the sum of both plans' errors, as if they were independent.
 
         A sound side's mean square is at most `LIMIT` times its plan's, whatever its tiles and sums; so is that of both.
         """
-        a, b = map(self._emulated, self.sides)
+        a, b = map(self._emulated, self.sides, self.benches)
         if a is None or b is None:
             return None
         squares = self._heads(lambda index: self._apart(index).square())
@@ -137,13 +159,13 @@ class PairedCall:
 
     def _settled(self) -> CallRecord:
         """Return the record of all heads drawn so far."""
-        batches, all_emulated = list(enumerate(self.outputs)), None not in map(self._emulated, self.sides)
+        batches, all_emulated = list(enumerate(self.outputs)), None not in map(self._emulated, self.sides, self.benches)
         errors = [
-            merge([self.bench.measure(index, AttentionOutput(o[at]), _bound(side)) for index, o in batches])
+            merge([self.benches[at].measure(index, AttentionOutput(o[at]), _bound(side)) for index, o in batches])
             for at, side in enumerate(self.sides)
         ]
         gradients, of_gradients = self._gradients()
-        slips = [*map(self._slips, self.sides, self.outputs[0], errors)]
+        slips = [*map(self._slips, self.sides, self.benches, self.outputs[0], errors)]
         faults = [*filter(None, map(_fault, SIDES, errors, slips)), *of_gradients]
         (severity, why), apart = self._verdict(), self._difference()
         if severity != SAME or any(gradient.bits < 1.0 for gradient in gradients.values()):
@@ -169,13 +191,33 @@ class PairedCall:
             nearer=A if nearer.low > 0.0 else B if nearer.high < 0.0 else None,
             gradients=gradients,
             plan_bits=(self._plan_bits(0), self._plan_bits(1)),
+            inputs=self._inputs_apart(),
+            lse=self._lse_apart() if self.bench.case.fixed_heads else None,
         )
 
-    def _slips(self, side: Side, o: Tensor, errors: Errors) -> Sequence[str]:
+    def _inputs_apart(self) -> dict[str, float]:
+        """Return the rms difference of q, k and v of both sides, as a share of A's, where it is not 0."""
+        a, b = ([getattr(bench.batch(0).inputs, part).double() for part in "qkv"] for bench in self.benches)
+        squares = {part: (y - x).square().mean() / x.square().mean() for part, x, y in zip("qkv", a, b, strict=True)}
+        return {part: square.sqrt().item() for part, square in squares.items() if square}
+
+    def _lse_apart(self) -> Estimate | None:
+        """Return the mean difference of the log-sum-exp, B less A less that of the exact ones; None: one has none."""
+        made = list[Tensor]()
+        for side, bench in zip(self.sides, self.benches, strict=True):
+            batch = bench.batch(0)
+            lse = side.backend.run(side.kernel, batch.inputs, gradients=False).lse
+            if lse is None:
+                return None
+            made.append(lse.double() - log_sum_exp(batch.inputs, batch.ref))
+        apart = interval(by_key_head(made[1] - made[0], self.bench.batch(0).inputs.groups))
+        return Estimate.of(apart.mean, apart.half_width)
+
+    def _slips(self, side: Side, bench: CaseBench, o: Tensor, errors: Errors) -> Sequence[str]:
         """Return the usual mistakes that explain errors beyond the bounds; several may have the bits of one input."""
         if _share_of_bounds(errors) <= 1.0:
             return ()
-        mistakes = slip_bits(o, self.bench.batch(0), side.backend)
+        mistakes = slip_bits(o, bench.batch(0), side.backend)
         return sorted(mistakes, key=mistakes.__getitem__, reverse=True)
 
     def _plan_bits(self, at: int) -> float | None:
@@ -183,7 +225,7 @@ class PairedCall:
         plan = self.sides[at].plan
         if plan is None or is_random(plan) or not self.bench.case.bits_tell:
             return None
-        return equal_bits(self.outputs[0][at], self.bench.emulated(0, plan)[0].o)
+        return equal_bits(self.outputs[0][at], self.benches[at].emulated(0, plan)[0].o)
 
     def _gradients(self) -> tuple[dict[str, GradientRecord], list[str]]:
         """Return both sides' gradients of the first batch compared, and what is wrong with them."""

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from msgspec import structs
 
+from tiebreak.cases.case import Case
 from tiebreak.cases.feature_cases import EVERY
 from tiebreak.kernels.external.isolation import own_randomness
 from tiebreak.kernels.formats import Format
@@ -49,18 +50,24 @@ def judge_pair(
     settings: Settings,
     tell: Tell,
     through: Callable[[Side, Side], ModelRecord] | None,
+    own: Mapping[str, tuple[Case, Case]] = {},
 ) -> PairVerdict:
-    """Compare two kernels, perhaps through a model; a `UsageError` where no case can be compared."""
+    """Compare two kernels, perhaps through a model; a `UsageError` where no case can be compared.
+
+    `own` are cases by name, of A and of B, that the suite does not have.
+    """
     a, b = (side.plan for side in sides)
     alike = a is not None and b is not None and a.plan.accumulator is b.plan.accumulator  # what both do tells nothing
     light = (summed_exactly(sides[0]), summed_exactly(sides[1])) if alike else sides
     calls, normal, others = list[CallRecord](), list[SharedBatch](), dict[str, SharedBatch]()
-    chosen = [KNOWN[name] for name in cases]
+    chosen = [OneCall(own[name][0]) if name in own else KNOWN[name] for name in cases]
     with threads(1), own_randomness(settings.seed):
         for call in (each for each in chosen if isinstance(each, OneCall)):
             tell(f"calling both on {call.name}")
             bench = CaseBench(call.case, fmt, settings)
-            calls.append(PairedCall(bench, light).record())
+            other = own.get(call.name, (call.case, call.case))[1]
+            same = other.version == call.case.version
+            calls.append(PairedCall((bench, bench if same else CaseBench(other, fmt, settings)), light).record())
             if calls[-1].bits is not None and call.case.bits_tell:
                 batch = bench.batch(0).first_heads
                 if call.case.normal:

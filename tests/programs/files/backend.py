@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,9 +16,10 @@ from torch import Tensor
 from tiebreak.backends.backend import Backend
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.kernels.declarations import parse_declaration
-from tiebreak.kernels.external.options import declared_options, kernel
+from tiebreak.kernels.external.options import BINARY, declared_options, kernel
 from tiebreak.kernels.features import FEATURES, GROUPED
-from tiebreak.kernels.kernel import CannotRunError, NotAskedError
+from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
+from tiebreak.kernels.kernel import CannotRunError, Kernel, NotAskedError
 from tiebreak.programs.files import runner
 from tiebreak.reports.calls import MANIFEST, Calls, Stored, StoredCall, digest_of
 from tiebreak.reports.errors import UsageError
@@ -227,6 +229,7 @@ def _read(path: Path, changed: int) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 class _Current:
     folder: ClassVar[CallFolder | None] = None  # whose calls are being made
+    lse: ClassVar[Tensor | None] = None  # of the last one
 
     @classmethod
     def answer(cls, names: tuple[str, ...], arguments: Tensors, keywords: Values) -> tuple[Tensor, ...]:
@@ -244,7 +247,9 @@ def _backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, **keywords
 @kernel(backward=_backward, name="files")
 def attention(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> tuple[Tensor, ...]:
     """Return the O that a folder has for these arguments, with its log-sum-exp if there is one."""
-    return _Current.answer(("o", "lse"), {"q": q, "k": k, "v": v}, keywords)
+    found = _Current.answer(("o", "lse"), {"q": q, "k": k, "v": v}, keywords)
+    _Current.lse = found[1] if len(found) > 1 else None
+    return found
 
 
 #: The keywords of all features, each by one name.
@@ -299,6 +304,15 @@ class _Files(Backend):
 
     def fingerprint(self) -> Mapping[str, str | float]:
         return {}  # nothing of the device can be measured here
+
+    def run(self, kernel: Kernel, inputs: AttentionInputs, *, gradients: bool) -> AttentionOutput:
+        """Return the outputs of a call, its log-sum-exp to the base e among them."""
+        _Current.lse = None
+        output = super().run(kernel, inputs, gradients=gradients)
+        if (lse := _Current.lse) is None or lse.shape != inputs.q.shape[:3]:
+            return output
+        binary = opened(self.folder).stated.get("declare", {}).get("lse") == BINARY
+        return replace(output, lse=lse[..., None] * (math.log(2.0) if binary else 1.0))
 
     @contextmanager
     def in_use(self) -> Iterator[Collection[str]]:

@@ -58,6 +58,7 @@ _QUESTIONS = ("strided_views", "log_sum_exp", "scaled_do", "sizes")  # of a defa
 # A usual kernel is undecided there after all heads, which would be an eighth of a default folder.
 _COSTLY = "repeated_large[r=10000]"
 _TAKES = "causal,oblong_causal,gqa,scale,blind_rows"
+FORMATS = {fmt.name: fmt for fmt in (BF16, FP16)}  # of an engine's dump
 _RUNS = 3  # of one call, at most: as many as the contract of a call compares
 _RUN = ("cases", "dtype", "heads", "seed", "features", "captured")  # options of the run that are kept
 _FUSED = parse_declaration("flash@fused")
@@ -292,7 +293,7 @@ def _calls_of_captured(
     folder: Path, options: Mapping[str, str]
 ) -> tuple[tuple[str, ...], dict[tuple[str, str], StoredCall]]:
     """Return the features of the calls of a folder's captured tensors, and the calls by file and layer."""
-    fmt, heads, cases = {"bf16": BF16, "fp16": FP16}[options["dtype"]], int(options["heads"]), captured_cases(folder)
+    fmt, heads, cases = FORMATS[options["dtype"]], int(options["heads"]), captured_cases(folder)
     inputs = [case.make(int(options["seed"]), 0, heads, fmt) for case in cases]
     takes = tuple(sorted({each.taken for x in inputs for each in x.required_features()}))
     flags = [f"{name}={value}" for name, value in declared(takes, "bhnd").items()]

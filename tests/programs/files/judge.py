@@ -8,7 +8,10 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from tiebreak.cases.captured import captured_cases
 from tiebreak.cases.verdicts import LOOKS, BiasVerdict, Interval, heads_to_tell
+from tiebreak.matrix.questions.comparison import WithinError
+from tiebreak.matrix.questions.log_sum_exp import judge_lse
 from tiebreak.programs import check
 from tiebreak.programs.files import backend, export
 from tiebreak.programs.files.backend import CallFolder
@@ -46,12 +49,26 @@ def main(arguments: Sequence[str]) -> int:
     return FAILED if code == PASSED and follower.unjudged else code
 
 
+def _wrong_sums(folder: CallFolder) -> Iterator[str]:
+    """Yield the calls of an engine's dump that have another log-sum-exp, which no cell judges."""
+    options = folder.manifest.options
+    dumped = captured_cases(folder.path) if options.get("captured") == "." else ()
+    calls = {call.case: call for call in folder.manifest.calls}
+    for case in dumped:
+        inputs = case.make(int(options["seed"]), 0, int(options["heads"]), export.FORMATS[options["dtype"]])
+        lse, results = folder.outputs(calls[case.name])[0].get("lse"), WithinError(inputs.formats.output)
+        if lse is not None:
+            judge_lse(lse, inputs, folder.stated.get("declare", {}).get("lse", ""), results)
+        yield from (f"call {calls[case.name].id} ({case.name}): {why}" for why in results.requirements.values() if why)
+
+
 class _Judging(check.Follower):
     """A follower of the run by which no answer that is an error, NaN or Inf passes."""
 
     def __init__(self, folder: CallFolder, words: Sequence[str]) -> None:
         super().__init__(sys.stderr)
-        self._asked, self._words, self.unjudged = folder.manifest.asked, words, [*folder.unjudged()]
+        self._asked, self._words = folder.manifest.asked, words
+        self.unjudged = [*folder.unjudged(), *_wrong_sums(folder)]
 
     def verdicts(self, run: Run, command: str = "") -> list[Verdict]:
         assert self.collector is not None
@@ -87,9 +104,12 @@ class _Judging(check.Follower):
 
 def words_of(folder: CallFolder, name: str, more: Sequence[str] = ()) -> list[str]:
     """Return the words of `tiebreak check` that judge a folder; of its cases those alone that further words name."""
-    manifest = folder.manifest
-    options = {key: value for key, value in manifest.options.items() if f"--{key}" not in more}
-    declared = {**folder.stated.get("declare", {}), "name": name}
-    declared |= {} if folder.has_gradients else {"backward": "none"}
-    declared |= export.declared(manifest.takes, manifest.layout)
-    return [*export.run_words(folder.path, options, declared), *more]
+    options = {key: value for key, value in folder.manifest.options.items() if f"--{key}" not in more}
+    return [*export.run_words(folder.path, options, declared_of(folder, name)), *more]
+
+
+def declared_of(folder: CallFolder, name: str) -> dict[str, str]:
+    """Return what is declared of the kernel whose answers a folder has, by word."""
+    manifest, backward = folder.manifest, {} if folder.has_gradients else {"backward": "none"}
+    declared = {**folder.stated.get("declare", {}), "name": name, **backward}
+    return declared | export.declared(manifest.takes, manifest.layout)
