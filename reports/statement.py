@@ -252,7 +252,9 @@ def _platform(statement: Statement, runs: Sequence[Run], profile: Profile) -> It
         suites = [f"{counted(len(suite), 'kernel')} of the suite"] if suite else []
         yield f"on {backend}", ", ".join([*suites, *names])
     for name, value in runs[0].platform.items():
-        if value is not None and value != [] and name != "fingerprint":
+        if name == "stated" and isinstance(value, Mapping):
+            yield from ((f"stated, not measured: {word}", str(text)) for word, text in value.items())
+        elif value is not None and value != [] and name != "fingerprint":
             yield name, ", ".join(map(str, value)) if isinstance(value, list) else str(value)
     fingerprints = {name: probes for run in runs for name, probes in run.platform.get("fingerprint", {}).items()}
     for backend, probes in fingerprints.items():

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -19,8 +21,9 @@ from tiebreak.kernels.formats import BF16, Formats
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import run_forward
 from tiebreak.programs import pair as program
-from tiebreak.programs.files import export, judge, runner
+from tiebreak.programs.files import backend, export, judge, runner
 from tiebreak.programs.pair import pair
+from tiebreak.reports import cli
 from tiebreak.reports.calls import MANIFEST, Calls
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.pairs.verdict import APART, ROUNDINGS, SAME
@@ -112,7 +115,7 @@ def in_pages(folder: Path, sequences: Sequences, *, size: int = 16) -> dict[str,
                 own = each[name][:, at : at + size].transpose(0, 1)
                 pool[part, row[-1], : len(own)] = own
     table = [row + [-1] * (max(map(len, pages)) - len(row)) for row in pages]
-    layer = {"query": packed(sequences, "q"), "out": packed(sequences, "o"), "kv_cache": pool}
+    layer = {"query": packed(sequences, "q").flatten(1), "out": packed(sequences, "o").flatten(1), "kv_cache": pool}
     torch.save({"model.layers.3": {"attn": layer}}, folder / "step7.pt")
     metadata = {"start": begins(sequences, "q"), "lens": [each["k"].shape[1] for each in sequences], "table": table}
     save_file({name: torch.tensor(x) for name, x in metadata.items()}, folder / "step7.safetensors")
@@ -120,7 +123,8 @@ def in_pages(folder: Path, sequences: Sequences, *, size: int = 16) -> dict[str,
         "q": "step{step}.pt:model.layers.{layer}.attn.query",
         "kv": {"tensor": "step{step}.pt:model.layers.{layer}.attn.kv_cache", "layout": "kv pages page heads dim"},
         "o": "step{step}.pt:model.layers.{layer}.attn.out",
-        "layout": "tokens heads dim",
+        "layout": "tokens (heads dim)",
+        "heads": HEADS,
         "cu_seqlens_q": "step{step}.safetensors:start",
         "seqused_k": "step{step}.safetensors:lens",
         "block_table": "step{step}.safetensors:table",
@@ -151,7 +155,7 @@ def written(folder: Path, mapping: Mapping[str, Any]) -> Path:
     """A mapping as a file, and the dump's folder beside it."""
     lines = {"causal": True, "folder": "dump", **mapping}
     table = {name: x for name, x in lines.items() if isinstance(x, dict)}
-    text = [f"{name} = {json.dumps(x)}" for name, x in lines.items() if name not in table]
+    text = [f"{name} = {json.dumps(x)}" for name, x in lines.items() if name not in table and x is not None]
     for name, x in table.items():
         text += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in x.items())]
     (path := folder / "dump.toml").write_text("\n".join(text))
@@ -276,6 +280,10 @@ MISTAKES: dict[str, tuple[Damage, str]] = {
     "fp32": (_tensor("q", lambda x: x.float()), "dtype"),
     "NaN in K": (_tensor("k", _nan), "NaN"),
     "q, k and qkv": (_mapped(qkv="l_{layer}.safetensors:q"), "qkv"),
+    "q alone of heads behind each other": (
+        _mapped(q=None, k=None, v=None, qkv="l_{layer}.safetensors:q", heads=12),
+        "heads",
+    ),
     "no k": (lambda _, mapping: mapping.pop("k"), "q and kv"),
     "sequences that end early": (_mapped(cu_seqlens_q=[0, 20, 40, 46]), "46"),
     "sequences that begin late": (_mapped(cu_seqlens_q=[1, 20, 40, 47]), "cu_seqlens_q"),
@@ -318,6 +326,91 @@ def test_so_is_one_about_pages(tmp_path: Path, fields: Mapping[str, Any], word: 
     mapping = {**in_pages(folder, made()), **fields}
     with pytest.raises(UsageError, match=word):
         export.main([str(tmp_path / "calls"), "--dump", str(written(tmp_path, mapping))])
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dump of several kinds of file, its mapping and its folder of calls."""
+    (folder := tmp_path_factory.mktemp("bytes") / "dump").mkdir()
+    mapping = {**in_pages(folder, made()), **{name: x for name, x in in_rows(folder, made()).items() if name == "lse"}}
+    mapping["lse"] = mapping["lse"].replace("{layer}", "03")
+    np.save(folder / "o.npy", packed(made(), "o").flatten(1).float().numpy())
+    written(folder.parent, {**mapping, "o": "o.npy", "dtype": "bf16"})
+    assert export.main([str(folder.parent / "calls"), "--dump", str(folder.parent / "dump.toml")]) == 0
+    return folder.parent
+
+
+def _flipped(path: Path, at: float, byte: int) -> bytes:
+    """Change a byte of a file; what it was."""
+    content = path.read_bytes()
+    place = int(at * len(content))
+    path.write_bytes(content[:place] + bytes([content[place] ^ byte]) + content[place + 1 :])
+    return content
+
+
+SOURCES = ("dump.toml", "dump/step7.pt", "dump/step7.safetensors", "dump/l_03.safetensors", "dump/o.npy")
+
+
+@settings(max_examples=60, deadline=None)
+@given(at=st.floats(0, 1, exclude_max=True), byte=st.integers(1, 255), name=st.sampled_from(SOURCES))
+@example(at=0.0, byte=1, name=SOURCES[1])
+def test_a_changed_byte_of_a_dump_is_one_line_or_another_number(whole: Path, at: float, byte: int, name: str) -> None:
+    content, said, again = _flipped(whole / name, at, byte), "", whole / "again"
+    try:
+        export.main([str(again), "--dump", str(whole / "dump.toml")])
+        assert store.load(again / MANIFEST, Calls).calls
+    except UsageError as error:
+        said = str(error)
+    finally:
+        (whole / name).write_bytes(content)
+        there = again.exists()
+        shutil.rmtree(again, ignore_errors=True)
+    assert bool(said) != there
+    assert "\n" not in said
+
+
+@settings(max_examples=40, deadline=None)
+@given(at=st.floats(0, 1, exclude_max=True), byte=st.integers(1, 255), number=st.integers(0, 1))
+def test_a_changed_byte_of_a_dump_s_calls_is_seen(whole: Path, at: float, byte: int, number: int) -> None:
+    name = sorted(path.name for path in (whole / "calls").glob("inputs-*"))[number]
+    content = _flipped(whole / "calls" / name, at, byte)
+    try:
+        backend.opened.cache_clear()
+        (fault,) = backend.opened(str(whole / "calls")).faults()
+        assert name in fault
+    finally:
+        (whole / "calls" / name).write_bytes(content)
+
+
+#: Ways of damaging the calls of a dump: none passes.
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "an input is gone": lambda folder: next(folder.glob("inputs-*")).unlink(),
+    "an input is cut short": lambda folder: runner.replace(next(folder.glob("inputs-*")), b"1234"),
+    "an input is another layer's": lambda folder: shutil.copy(*sorted(folder.glob("inputs-*"))),
+    "an output is gone": lambda folder: (folder / "0001.out.safetensors").unlink(),
+    "an output is its neighbour's": lambda folder: shutil.copy(*sorted(folder.glob("*.out.*"))),
+    "the manifest is cut short": lambda folder: runner.replace(folder / MANIFEST, b"{"),
+    "NaN": lambda folder: _answer(folder, lambda x: x * torch.nan),
+    "zeros": lambda folder: _answer(folder, torch.zeros_like),
+    "another shape": lambda folder: _answer(folder, lambda x: x[:, :1].contiguous()),
+    "fp32": lambda folder: _answer(folder, torch.Tensor.float),
+}
+
+
+def _answer(folder: Path, change: Callable[[Tensor], Tensor]) -> None:
+    tensors, metadata = runner.read(path := folder / "0002.out.safetensors")
+    runner.write(path, {**tensors, "o": change(tensors["o"])}, metadata)
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_no_damage_of_a_dump_s_calls_passes(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    folder = shutil.copytree(whole / "calls", tmp_path / "calls")
+    DAMAGES[name](folder)
+    code = cli.main(["judge", str(folder), "-n", "0", "--out", str(tmp_path / "out")])
+    said = capsys.readouterr()
+    assert (code, said.out[:4]) == (1, "FAIL") or (code, said.out, str(folder) in said.err) == (2, "", True)
 
 
 @pytest.fixture(scope="module")

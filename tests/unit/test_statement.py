@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date
 from fnmatch import fnmatchcase
@@ -16,6 +17,7 @@ from typing import Any
 import jsonschema
 import pytest
 from msgspec.structs import replace
+from torch import Tensor
 
 from tiebreak.backends.backend import CPU, EMULATION, Backend
 from tiebreak.backends.platform import describe
@@ -36,6 +38,7 @@ from tiebreak.matrix.record_collector import described
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.selection import Selection, cells
 from tiebreak.matrix.workbench import CaseBench, Settings, Workbench
+from tiebreak.programs.files import export, judge, runner
 from tiebreak.programs.statement import command as program
 from tiebreak.programs.statement import profiles, verification
 from tiebreak.programs.statement.verification import cells_and_faults, recomputed, sample
@@ -618,6 +621,71 @@ def test_a_users_kernel_has_every_kind_of_input_and_the_suites_kernels_need_not_
     code, lines = verified(folder)
     assert code == 0
     assert lines[3].startswith("NOT checked: the numbers of 3 cells, which no emulation computes: training runs, and")
+
+
+@pytest.fixture
+def from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Records of outputs that another program wrote, in a profile of few heads; the outputs are gone."""
+    monkeypatch.setattr(profiles, "Settings", lambda: Settings(heads=16))
+    monkeypatch.setattr(runner, "attention", mine)
+    calls = tmp_path / "calls"
+    assert export.main([str(calls), "--cases", ",".join(CASES), "--heads", "16"]) == 0
+    runner.work(calls, json.loads((calls / "calls.json").read_bytes())["calls"], 60.0)
+    (calls / "device.json").write_text('{"device": "a card of ours"}')
+    judge.main([str(calls), "--name", "mine", "-n", "0", "--out", str(tmp_path / "out")])
+    shutil.rmtree(calls)
+    run = store.read(tmp_path / "out/last.json")
+    store.write(replace(run, platform={**run.platform, "commit": COMMIT}), path := tmp_path / "files.json")
+    return path
+
+
+def mine(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
+    """Attention, of square causal calls alone."""
+    if causal:
+        raise NotImplementedError("a causal mask")
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    return ((q.float() @ k.float().mT * scale).softmax(-1) @ v.float()).to(q.dtype)
+
+
+def as_measured(run: Run) -> Run:
+    return replace(run, platform={**run.platform, "gpu": "H200"})
+
+
+def unstated(run: Run) -> Run:
+    return replace(run, platform={name: x for name, x in run.platform.items() if name not in ("stated", "assumed")})
+
+
+def of_another(run: Run) -> Run:
+    return replace(run, platform={**run.platform, "stated": {"device": "H200"}})
+
+
+def less_biased(run: Run) -> Run:
+    first, *others = run.records
+    return replace(run, records=(replace(first, measures={**first.measures, "bias": Estimate(0.4, 0.01)}), *others))
+
+
+def test_a_statement_of_outputs_from_files_names_their_device_as_stated_and_no_edit_of_one_verifies(
+    from_files: Path, tmp_path: Path, stating: Calls, verified: Calls
+) -> None:
+    folder = tmp_path / "handed_in"
+    assert stating(from_files)[0] == 0
+    assert "stated, not measured: device" in (folder / "summary.md").read_text()
+    code, lines = verified(folder)
+    assert code == 0
+    assert any("device.json states" in line for line in lines)
+    whole = store.read(folder / "records-1.json")
+    for change, word in (
+        (as_measured, "platform.gpu"),
+        (unstated, "platform.stated"),
+        (of_another, "platform.stated"),
+        (less_biased, "verdict"),
+    ):
+        forge(folder, lambda _, change=change: change(whole))  # type: ignore[misc]
+        code, lines = verified(folder)
+        assert (code, any(word in line for line in lines)) == (1, True), change.__name__
+    store.write(replace(whole, records=whole.records[:1]), from_files)
+    code, (line,) = stating(from_files)
+    assert (code, "tiebreak export NEW --cases" in line) == (2, True)
 
 
 @pytest.mark.parametrize(("option", "words"), [("fair", "--fair"), ("no-worse-than", "--no-worse-than rounded")])

@@ -262,6 +262,13 @@ attention.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
 )
 
 
+def device_text(stated: Values) -> str:
+    """Return the device of outputs, as device.json states it, in words."""
+    if name := stated.get("device"):
+        return f"from {one_line(str(name))}, as {DEVICE} states (not measured)"
+    return "from a device that nobody states"
+
+
 @dataclass(frozen=True)
 class _Files(Backend):
     """A backend that runs nothing: somebody has run it elsewhere."""
@@ -276,14 +283,8 @@ class _Files(Backend):
     def options(self) -> tuple[str, ...]:
         return ("--as", self.folder) if self.folder else ()
 
-    @property
-    def _device(self) -> str:
-        name = opened(self.folder).stated.get("device")
-        stated = f"from {one_line(str(name))}, as {DEVICE} states (not measured)"
-        return stated if name else "from a device that nobody states"
-
     def notice(self) -> str:
-        return f"outputs in {self.folder}, {self._device}; not asked: {NOT_ASKED}"
+        return f"outputs in {self.folder}, {device_text(opened(self.folder).stated)}; not asked: {NOT_ASKED}"
 
     def assuming(self, card: str) -> Backend:
         def unreadable() -> str | None:
@@ -296,7 +297,8 @@ class _Files(Backend):
         return replace(self, folder=card, unavailable=unreadable)
 
     def describe(self) -> dict[str, Any]:
-        return {"assumed": {self.name: self._device}, "stated": opened(self.folder).stated}
+        stated = opened(self.folder).stated
+        return {"assumed": {self.name: device_text(stated)}, "stated": stated}
 
     def plan_changes(self) -> tuple[str, ...]:
         products: list[str] = opened(self.folder).stated.get("products", [])

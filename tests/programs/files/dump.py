@@ -316,7 +316,7 @@ class _Source:
         whole = next((each for each in _HOLDING.get(name, ()) if getattr(self.mapped, each) is not None), name)
         text, layout = _named(getattr(self.mapped, whole))
         x, layout = self._numbers(whole, self._tensor(whole, text)), layout or self._layout(whole)
-        known = {"heads": self.mapped.heads, "kv_heads": self.mapped.kv_heads or self.mapped.heads}
+        known = {"heads": self.mapped.heads, "kv_heads": self.mapped.kv_heads}
         parts = [known["heads" if part in "qolse" else "kv_heads"] for part in _PARTS.get(whole, (whole,))]
         if whole == name:
             return self._arranged(name, x, layout, order, parts[0])
@@ -326,9 +326,10 @@ class _Source:
         heads = None if None in parts else sum(n for n in parts if n)
         x = self._arranged(whole, x, layout, order, heads)
         axis = list(order).index("heads")
-        if heads is None and x.shape[axis] % len(parts):
+        share, odd = divmod(x.shape[axis], len(parts))
+        if heads is None and (odd or parts[0] not in (None, share)):
             raise self._wrong(whole, f"{x.shape[axis]} heads are not {len(parts)} times as many: say heads, kv_heads")
-        sizes = [x.shape[axis] // len(parts) if n is None or heads is None else n for n in parts]
+        sizes = [share if n is None or heads is None else n for n in parts]
         if sum(sizes) != x.shape[axis]:
             raise self._wrong(whole, f"it has {x.shape[axis]} heads, and by heads and kv_heads {sum(sizes)}")
         return torch.split(x, sizes, axis)[at]

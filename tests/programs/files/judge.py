@@ -50,15 +50,20 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _wrong_sums(folder: CallFolder) -> Iterator[str]:
-    """Yield the calls of an engine's dump that have another log-sum-exp, which no cell judges."""
+    """Yield the calls of an engine's dump that have another log-sum-exp, which no cell judges.
+
+    Of calls with a sink or a soft cap it is asked for NaN alone.
+    """
     options = folder.manifest.options
     dumped = captured_cases(folder.path) if options.get("captured") == "." else ()
     calls = {call.case: call for call in folder.manifest.calls}
     for case in dumped:
         inputs = case.make(int(options["seed"]), 0, int(options["heads"]), export.FORMATS[options["dtype"]])
         lse, results = folder.outputs(calls[case.name])[0].get("lse"), WithinError(inputs.formats.output)
-        if lse is not None:
+        if lse is not None and inputs.sink is None and not inputs.softcap:
             judge_lse(lse, inputs, folder.stated.get("declare", {}).get("lse", ""), results)
+        elif lse is not None and lse.isnan().any():
+            results.requirements["a number"] = "log-sum-exp has NaN"
         yield from (f"call {calls[case.name].id} ({case.name}): {why}" for why in results.requirements.values() if why)
 
 

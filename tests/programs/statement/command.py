@@ -11,6 +11,7 @@ from tiebreak.matrix.checks import checks
 from tiebreak.matrix.memory import keep_memory
 from tiebreak.matrix.options import NO_BUDGET
 from tiebreak.matrix.workbench import Settings, Workbench
+from tiebreak.programs.files.backend import FILES
 from tiebreak.programs.statement.profiles import PROFILES, profile
 from tiebreak.programs.statement.verification import Judged, cells_and_faults, recomputed, sample
 from tiebreak.reports import statement as statements
@@ -118,6 +119,9 @@ def _judged(runs: Mapping[str, Run], profile: Profile, waivers: Sequence[Expecte
 def _complete(records: Sequence[Judged], runs: Sequence[Run], profile: Profile) -> str:
     """Return the command that makes a complete record of what some runs were given."""
     where = records[0].settings.matrix if records else ("tests/matrix",)
+    if records and all(each.cell.backend.name == FILES.name for each in records):
+        words = ["--cases", ",".join(profile.users), "--seed", str(profile.seed), "--heads", str(profile.heads)]
+        return f"a complete record: {shlex.join(['tiebreak', 'export', 'NEW', *words])}, then tiebreak judge"
     backends = ",".join(sorted({record.backend for run in runs for record in run.records}))
     words = ["--backend", backends] if backends else []
     for name in ("kernel", "declare", "plan"):
@@ -202,6 +206,8 @@ def _checked_lines(records: Sequence[Judged], chosen: Sequence[Judged], profile:
     )
     yield "NOT checked: that the records came from the device that they name; that its bits repeat"
     yield f"NOT checked, as it is stated: {_STATED}"
+    if any(each.cell.backend.name == FILES.name for each in records):
+        yield "NOT measured: the device of outputs from files, which device.json states; cpu and more are the judge's"
     skipped = [judged for judged in records if judged.record.outcome == SKIPPED]
     unknown = [each for each in records if not each.is_recomputable and each.record.outcome != SKIPPED]
     for cells, what in (

@@ -2,6 +2,7 @@
 
 import math
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
@@ -36,6 +37,7 @@ from tiebreak.matrix.record_collector import described
 from tiebreak.matrix.result import Claimed, Result
 from tiebreak.matrix.run import blank_record, run_cell
 from tiebreak.matrix.workbench import Settings, Workbench
+from tiebreak.programs.files.backend import FILES, device_text
 from tiebreak.programs.statement.profiles import ABSENT
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate.consistency import contradictions, differing
@@ -128,7 +130,7 @@ def _offered(kind: str) -> Mapping[str, Experiment]:
 
 def _kernel(record: Record, backend: Backend) -> Kernel:
     """Return the kernel of a record; a user's, or another machine's, is replaced by its declaration."""
-    words, stand_in = record.command.split(), ABSENT
+    words, stand_in = shlex.split(record.command), ABSENT
     origin: Sequence[str] = ()
     if is_users(record):
         begins = words.index("--kernel")
@@ -158,6 +160,12 @@ def _run_faults(run: Run, cells: Sequence[Judged]) -> Iterator[str]:
         in_record, ours = (either.get(text, text) for text in (run.evidence(backend.name), backend.evidence))
         if in_record != ours:
             yield f"platform.evidence.{backend.name}: {in_record}, and the suite says {ours}"
+    if any(judged.cell.backend.name == FILES.name for judged in cells):
+        device, text = run.platform.get("stated"), run.platform.get("assumed", {}).get(FILES.name)
+        if not isinstance(device, Mapping) or text != device_text(device):
+            yield f"platform.stated: {device}, and platform.assumed.{FILES.name}: {text}"
+        if measured := [name for name in ("gpu", "device") if run.platform.get(name)]:
+            yield f"platform.{measured[0]}: outputs from files are of a device that is stated, not measured"
     try:
         refuse_wrong(stated(run.options))
     except UsageError as error:
