@@ -28,6 +28,7 @@ _TOGETHER = frozenset(
     {
         "tests/ascend/test_contract.py",
         "tests/unit/test_backward_passes.py",
+        "tests/unit/test_files.py",
         "tests/unit/test_fixture.py",
         "tests/unit/test_heads.py",
         "tests/unit/test_planted_defects.py",

@@ -237,8 +237,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Exempt thousands of items, which last as long as the session, from every later garbage collection."""
-    gc.freeze()
-    session.config.add_cleanup(gc.unfreeze)  # a run inside of a test is not the end of its process
+    if not gc.get_freeze_count():  # else it is a run inside of a test, whose session has done so
+        gc.freeze()
+        session.config.add_cleanup(gc.unfreeze)
 
 
 def poison(item: pytest.Item) -> None:

@@ -1,12 +1,22 @@
-"""Shapes that a kernel must take, and packages that bring plug-ins."""
+"""Shapes that a kernel must take, calls that many kernels are asked, and packages that bring plug-ins."""
 
-from collections.abc import Callable, Iterator
+import hashlib
+from collections.abc import Callable, Hashable, Iterator
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from tiebreak import plugins
+from tiebreak.cases.bounds import UNDECLARED
+from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.matrix import checks, experiments, resolver
+from tiebreak.matrix.questions import comparison, session
+from tiebreak.matrix.questions.comparison import exact
+from tiebreak.matrix.questions.session import Session
 
 # Queries, keys, d, query heads, key heads, causal.
 SHAPES = {
@@ -25,6 +35,47 @@ def attention_shape(request: pytest.FixtureRequest) -> tuple[int, int, int, int,
     """Sizes of a call of attention: queries, keys, d, query heads, key heads, and whether it is causal."""
     shape: tuple[int, int, int, int, int, bool] = request.param
     return shape
+
+
+@lru_cache(maxsize=4)  # parts of one answer, one after the other
+def _numbers(inputs: AttentionInputs) -> Hashable:
+    """A key that inputs with equal numbers and features share."""
+    values = vars(inputs).values()
+    return tuple((x.shape, _digest(x)) if isinstance(x, Tensor) else x for x in values)
+
+
+def _digest(x: Tensor) -> bytes:
+    return hashlib.blake2b(x.contiguous().view(-1).view(torch.uint8).numpy().data).digest()
+
+
+@pytest.fixture(scope="module")
+def alike() -> Iterator[Callable[[str], None]]:
+    """Compute what a question compares with once for all kernels that are asked it; called with the next question.
+
+    That is a plan's emulation of a call, and the exact answers.
+    """
+    made, asked, emulated = dict[Hashable, Any](), [""], Session.emulated
+
+    def once(what: Hashable, inputs: AttentionInputs, make: Callable[[], Any]) -> Any:
+        key = what, _numbers(inputs)
+        if key not in made:
+            made[key] = make()
+        return made[key]
+
+    def of_plan(self: Session, inputs: AttentionInputs, *, gradients: bool = True) -> Any:
+        what = self.kernel.declaration or UNDECLARED, gradients and self.has_gradients
+        return once(what, inputs, lambda: emulated(self, inputs, gradients=gradients))
+
+    def of(question: str) -> None:
+        if asked != [question]:
+            asked[:] = [question]
+            made.clear()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Session, "emulated", of_plan)
+        for module in (comparison, session):
+            patch.setattr(module, "exact", lambda x, part: once(part, x, lambda: exact(x, part)))
+        yield of
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Planted defects fall by the checks that their rows name, and their sound twins pass there."""
 
 import re
+from collections.abc import Callable
 from functools import cache
 
 import pytest
@@ -25,6 +26,19 @@ from tiebreak.studies.power import CASES, EXPERIMENTS, run_one
 _HEADS = 256  # of kernels that declare a plan, in which nothing is to fall
 #: Checks that no wrong kernel of one call is needed for: of ends, of heads, and of training.
 _OTHERS = {RUNS, IN_TIME, "log_probabilities", "loss"}
+#: What the calls that are wrong have in common, by planted defect.
+WHERE = {
+    "merged_by_another_scale": "parameter = scale",
+    "last_part_of_a_batch": "batch = 3 and keys >= 321",
+    "wide_heads_unscaled": "d = 256",
+    "late_window": "window = 60",
+    "alibi_of_the_first": "full = bh and parameter = alibi",
+    "alibi_upper_left": "parameter = alibi and keys >= 129",
+    "rows_of_v_side_by_side": "d_v >= 128",
+    "entries_in_16_bits": "batch = 65536",
+    "pages_of_128": "page = 256",
+    "maximum_from_minus_100": "lse <= -300",
+}
 BY_CASE = sorted(DEFECTS.values(), key=lambda defect: (defect.case, defect.fmt.name, defect.heads))
 
 
@@ -45,7 +59,10 @@ def test_every_check_alone_catches_a_defect(check: str) -> None:
 
 
 @pytest.mark.parametrize("defect", BY_CASE, ids=[defect.name for defect in BY_CASE])
-def test_a_defect_fails_by_the_checks_of_its_row_and_is_named_and_its_sound_twin_passes(defect: Defect) -> None:
+def test_a_defect_fails_by_the_checks_of_its_row_and_is_named_and_its_sound_twin_passes(
+    defect: Defect, alike: Callable[[str], None]
+) -> None:
+    alike(defect.case)
     record = _run(defect.name, defect.case, defect.fmt.name, defect.heads)
     assert record.outcome == FAILED, record
     assert record.reasons
@@ -56,6 +73,9 @@ def test_a_defect_fails_by_the_checks_of_its_row_and_is_named_and_its_sound_twin
     assert verdict.headline.startswith("FAIL: ")
     named = [finding.text.partition(" (")[0] for finding in verdict.findings if finding.name == "looks like"]
     assert named == ([defect.slip] if defect.slip else [])
+    if defect.name in WHERE:
+        assert record.answers["usage"].why.startswith(f"wrong where {WHERE[defect.name]}: ")
+        assert [finding.text for finding in verdict.findings if finding.name == "wrong where"] == [WHERE[defect.name]]
     sound = _run(defect.twin, defect.case, defect.fmt.name, defect.heads if defect.twin in SOUND else _HEADS)
     assert sound.passes, sound.reasons
     assert "slips" not in sound.evidence
@@ -85,6 +105,10 @@ def test_training_of_two_layers_tells_what_is_kept_in_a_global(name: str, outcom
     record = run_cell(Cell(CPU, kernel, TrainingRun(TWO_LAYERS), BF16), _bench(_HEADS))
     assert record.outcome == outcome, record.reasons
     assert {check for check, answer in record.answers.items() if answer.passed is False} <= {"claim"}
+
+
+def test_defects_of_some_shapes_are_planted() -> None:
+    assert WHERE.keys() <= DEFECTS.keys()
 
 
 def test_v2_as_printed_is_right_but_for_the_negative_branch() -> None:

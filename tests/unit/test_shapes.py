@@ -15,7 +15,7 @@ from tiebreak.backends.backend import EMULATION
 from tiebreak.cases.case import Draw
 from tiebreak.cases.shapes import ShapedCall, covering, dimensions, reported, separating
 from tiebreak.defects.kernel import SOUND
-from tiebreak.defects.planted import DEFECTS, on, twin, users
+from tiebreak.defects.planted import on, twin, users
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.external.call import CONTIGUOUS, Places
 from tiebreak.kernels.external.kernels import UserKernel
@@ -27,12 +27,9 @@ from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.questions import shapes as questions
 from tiebreak.matrix.questions.placements import transposed
 from tiebreak.matrix.questions.shapes import QUESTIONS
-from tiebreak.matrix.record_collector import described
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports import cli
-from tiebreak.reports.records.record import Run
-from tiebreak.reports.verdict import verdicts
 from tiebreak.studies.power import EXPERIMENTS
 
 pytestmark = pytest.mark.quick
@@ -154,31 +151,6 @@ def test_every_reported_call_is_asked_and_says_who_reported_it() -> None:
     assert all(call.source for call in reported())
     words = [(call.asks, call.words) for call in reported()]
     assert len(set(words)) == len(words)
-
-
-#: What the calls that are wrong have in common, by planted defect.
-WHERE = {
-    "merged_by_another_scale": "parameter = scale",
-    "last_part_of_a_batch": "batch = 3 and keys >= 321",
-    "wide_heads_unscaled": "d = 256",
-    "late_window": "window = 60",
-    "alibi_of_the_first": "full = bh and parameter = alibi",
-    "alibi_upper_left": "parameter = alibi and keys >= 129",
-    "rows_of_v_side_by_side": "d_v >= 128",
-    "entries_in_16_bits": "batch = 65536",
-    "pages_of_128": "page = 256",
-    "maximum_from_minus_100": "lse <= -300",
-}
-
-
-@pytest.mark.parametrize("name", WHERE)
-def test_a_defect_of_some_shapes_is_pointed_at(name: str) -> None:
-    defect = DEFECTS[name]
-    cell = Cell(on(), defect.kernel, EXPERIMENTS[defect.case], BF16)
-    record = run_cell(cell, Workbench(Settings(seed=1, heads=16)))
-    assert record.answers["usage"].why.startswith(f"wrong where {WHERE[name]}: ")
-    (verdict,) = verdicts(described(Run({}, {}, (record,)), {record.id: cell}))
-    assert [finding.text for finding in verdict.findings if finding.name == "wrong where"] == [WHERE[name]]
 
 
 def test_words_of_a_call_are_the_fields_that_are_not_as_usual() -> None:

@@ -166,7 +166,8 @@ def left_behind(call: Callable[[], _Returned], returned: int) -> tuple[_Returned
     leaks = {name: least for name, least in growth.items() if least >= limits[name]}
     if leaks:
         gc.collect()
-        gc.freeze()  # at all that a test process has the collector would look for half a second
+        if thawed := not gc.get_freeze_count():
+            gc.freeze()  # at all that a process has the collector would look for half a second
         try:
             for _ in range(CALLS - 1):
                 _, growth = _growth(lambda: (call(), gc.collect()))  # garbage that nobody has collected yet is no leak
@@ -174,7 +175,8 @@ def left_behind(call: Callable[[], _Returned], returned: int) -> tuple[_Returned
                 if not leaks:
                     break
         finally:
-            gc.unfreeze()
+            if thawed:
+                gc.unfreeze()
     text = ", ".join(f"{least:,} {name}" for name, least in leaks.items())
     return first, f"each of {CALLS} calls in a row left at least {text} behind" if leaks else None
 
