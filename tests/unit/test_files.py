@@ -35,6 +35,7 @@ from tiebreak.reports.records.record import Run
 from tiebreak.reports.schemas import schema_of
 from tiebreak.studies.power import EXPERIMENTS
 
+pytestmark = pytest.mark.usefixtures("shared_cases")
 CASES = "tied_maxima[k=2],random,contract_tile,strided_views,scaled_do"
 KERNEL = """
 import torch
