@@ -54,7 +54,7 @@ class Accumulator(enum.Enum):
     # Matrix products alone; row sums are in fp32, as a balanced tree. Operands of tensor cores count as bf16 (Volta's
     # as fp16, those of fp8 as e4m3), which their subnormals alone tell from another format.
     SEQUENTIAL = "fp32, term after term"  # a chain of fused multiply-adds, as code for CPUs is compiled
-    ROUNDED = "products rounded to bf16, then added up"  # a multiplication of bf16 numbers of its own, as in tinygrad
+    ROUNDED = "products in bf16, fp32, term after term"  # each product is rounded, then added, as in tinygrad
     VOLTA = "tensor core of Volta"
     AMPERE = "tensor core of Turing, Ampere or Ada"
     HOPPER = "tensor core of Hopper or Blackwell"

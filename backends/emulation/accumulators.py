@@ -36,11 +36,11 @@ def _of_bf16(instruction: Matmul, a: Tensor, b: Tensor) -> Tensor:
 
 
 def _rounded_products(a: Tensor, b: Tensor) -> Tensor:
-    """Return a product whose terms are rounded to bf16 each, then added up exactly."""
-    total = a.new_zeros(*a.shape[:-1], b.shape[-1], dtype=torch.float64)
+    """Return a product whose terms are rounded to bf16 each, then added up in fp32, one after another."""
+    total = a.new_zeros(*a.shape[:-1], b.shape[-1])
     for term in range(a.shape[-1]):
         total += round_to(a[..., term : term + 1] * b[..., term : term + 1, :], BF16)
-    return total.float()
+    return total
 
 
 #: The core's own; those of a device come with its backend.

@@ -34,7 +34,9 @@ FOREIGN = Path(__file__).parents[2] / "examples" / "foreign_kernels.py"  # what 
 with (Path(__file__).parent / "foreign_functions.csv").open(encoding="utf-8", newline="") as rows:
     READ = {row["adapter"]: row for row in csv.DictReader(rows)}
 JAX = ("jax", "pallas_flash", "pallas_splash")
-HERE = ("hf:eager", "hf:sdpa", "x_transformers", *JAX, "onnxruntime", "openvino")  # run on a CPU
+IN_FP16 = ("onnxruntime", "onnxruntime:mha", "onnxruntime:gqa")  # which has no bf16 on a CPU
+RUNTIMES = (*IN_FP16, "onnx", "iree", "tinygrad", "ggml", "keras:tensorflow", "executorch", "openvino")  # forward only
+HERE = ("hf:eager", "hf:sdpa", "x_transformers", *JAX, *RUNTIMES)  # run on a CPU
 Mask = Callable[[int, int], Tensor]  # of so many queries and keys
 
 
@@ -200,7 +202,13 @@ REFUSED = {
     "openvino": {"grouped", "grouped causal", "scale", "blind"},
     "fla": {"blind", "padded"},
     **{name: {"blind"} for name in ("flash_attn_cute", "flashinfer", "transformer_engine", "npu_fusion_attention")},
-    **{name: {"blind"} for name in ("sageattention", "flag_gems", "hf:eager", *JAX, "onnxruntime")},
+    **{name: {"blind"} for name in ("sageattention", "flag_gems", "hf:eager", *JAX)},
+    **{name: {"blind"} for name in ("onnxruntime", "ggml", "onnxruntime:gqa")},
+    "onnxruntime:mha": {"grouped", "grouped causal", "blind"},
+    "iree": {"grouped", "grouped causal", "blind"},
+    "tinygrad": {"scale", "blind"},
+    "executorch": {"short", "blind"},
+    "keras:tensorflow": {"grouped causal", "blind"},
     "pallas_flash": {"grouped", "grouped causal", "blind"},
 }
 PADDED = {"padded", "windowed", "causal window"}  # what goes by a mask too
@@ -208,11 +216,12 @@ UNUSUAL = {*PADDED, "capped"}
 TAKEN = {
     "flashinfer": {"capped"},
     **{name: {"padded"} for name in ("pallas_flash", "pallas_splash")},
+    **{name: set() for name in ("onnxruntime:mha", "onnxruntime:gqa", "executorch")},
     **dict.fromkeys(("flash_attn", "flash_attn_cute"), UNUSUAL - {"padded"}),
 }
 # Called for each row, as one of a causal sequence: then without gradients.
 ROW_BY_ROW = {"fla": {"full", "scale", "grouped", "short"}}
-FORWARD_ONLY = {"flashinfer", "sageattention", "onnxruntime", "openvino"}
+FORWARD_ONLY = {"flashinfer", "sageattention", *RUNTIMES}
 
 
 def calls(fmt: Format) -> dict[str, AttentionInputs]:
@@ -283,7 +292,7 @@ def test_an_adapter_calls_a_package_as_its_document_says(adapter: str, monkeypat
 @pytest.mark.parametrize("adapter", HERE)
 def test_an_adapter_is_right_with_the_package_itself(adapter: str) -> None:
     kernel = external_kernel(adapter)
-    fmt, ulp = (FP16, 2**-11) if adapter == "onnxruntime" else (BF16, 2**-8)
+    fmt, ulp = (FP16, 2**-11) if adapter in IN_FP16 else (BF16, 2**-8)
     inputs_by_label = calls(fmt)
     lacking = kernel.refusal(inputs_by_label["full"])
     if lacking is not None:

@@ -1,4 +1,4 @@
-"""Attention of libraries that have it on a CPU too: models in PyTorch, inference engines, forward alone."""
+"""Attention of libraries that have it on a CPU too: models in PyTorch, and OpenVINO, forward alone."""
 
 import importlib
 from functools import cache
@@ -10,13 +10,10 @@ from torch import Tensor
 
 from tiebreak.kernels.external.adapters.foreign import Foreign
 from tiebreak.kernels.external.options import NO_BACKWARD, kernel, needs
-from tiebreak.kernels.formats import FP16, FP32
 
 HF_EAGER = Foreign("transformers.models.llama.modeling_llama:eager_attention_forward", "transformers", "4.48 to 5.23")
 HF_SDPA = Foreign("transformers.integrations.sdpa_attention:sdpa_attention_forward", "transformers", "4.48 to 5.23")
 X_TRANSFORMERS = Foreign("x_transformers.attend:Attend", "x-transformers", "2.31")
-ONNXRUNTIME = Foreign("onnxruntime:InferenceSession", "onnxruntime", "1.23 to 1.31", formats=(FP16, FP32))
-ONNX = Foreign("onnx.helper:make_node", "onnx", "1.18 to 1.23")
 OPENVINO = Foreign("openvino.opset13:scaled_dot_product_attention", "openvino", "2024.1 to 2026.4")
 
 _ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
@@ -66,32 +63,6 @@ def x_transformers(
     attend = X_TRANSFORMERS(causal=is_causal, scale=scale, flash=False)
     o, _ = attend(q[:, places], k, v, mask=attn_mask)
     return o[:, places.argsort()]
-
-
-@cache
-def _session(dtype: torch.dtype, scale: float, is_causal: bool, masked: bool) -> Any:
-    """Return an ONNX model that is one Attention of opset 23."""
-    onnx = importlib.import_module("onnx")
-    element = onnx.TensorProto.FLOAT16 if dtype == torch.float16 else onnx.TensorProto.FLOAT
-    names = ["q", "k", "v", *(["mask"] if masked else [])]
-    of = {name: onnx.TensorProto.BOOL if name == "mask" else element for name in (*names, "o")}
-    tensors = {name: onnx.helper.make_tensor_value_info(name, of[name], [None] * 4) for name in of}
-    node = ONNX("Attention", names, ["o"], is_causal=int(is_causal), scale=scale)
-    graph = onnx.helper.make_graph([node], "attention", [tensors[name] for name in names], [tensors["o"]])
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 23)], ir_version=11)
-    return ONNXRUNTIME(model.SerializeToString(), providers=["CPUExecutionProvider"])
-
-
-@needs(ONNXRUNTIME, ONNX)
-@kernel(takes="gqa", refuses="blind_rows", backward=NO_BACKWARD)
-def onnxruntime(
-    q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool, scale: float
-) -> Tensor:
-    """Call ONNX Runtime's Attention on a CPU, which has none in bf16. Its causal mask is aligned at the upper left."""
-    tensors = {"q": q, "k": k, "v": v} | ({} if attn_mask is None else {"mask": attn_mask})
-    session = _session(q.dtype, scale, is_causal, attn_mask is not None)
-    (o,) = session.run(None, {name: tensor.contiguous().numpy() for name, tensor in tensors.items()})
-    return torch.from_numpy(o)
 
 
 @cache
