@@ -176,6 +176,8 @@ def test_too_few_heads_are_named_with_the_export_that_has_the_verdict_of_check(
     assert {"near_tie_outside", "repeated_tiny"} < {*told.replace(",", " ").split()}
     assert "single_maximum_sink" not in told
     words = shlex.split(command)
+    assert words[:-1] == ["--cases", cases, "--heads"]
+    assert 32 <= int(words[-1]) <= 64  # intervals of 16 heads reach a little over the margin
     export.main([str(tmp_path / "enough"), *words])
     enough = answered(tmp_path / "enough", tmp_path / "more", kernel, monkeypatch)
     capsys.readouterr()
