@@ -84,7 +84,7 @@ class FaithfulBuilder(InterpreterBuilder):
         """Select the programs to run next, by their places in the launch; one if `together` is None."""
         self._group, self.together = group, together
         self.grid_idx = tuple(self._places[group[0]].tolist())  # for what is printed
-        self._multiplied = False
+        self._multiplied, self._each = False, 1  # elements that a lane loads at once
 
     def apart(self) -> Any:
         """Raise that programs must run in their order."""
@@ -101,15 +101,17 @@ class FaithfulBuilder(InterpreterBuilder):
         if self.together is not None:
             self.together.tile(shape)
 
-    def in_pairs(self, rows: int) -> tuple[tuple[int, ...], int]:
+    def in_pairs(self, rows: int, columns: int) -> tuple[tuple[int, ...], int]:
         """Return the assumed order of a row of a product's sums, which tiles have after a program's first product.
 
-        It is that of each of so many equal parts of a row.
+        It is that of each of so many equal parts of a row. Before, the order is empty, and a lane has so many columns.
         """
         rows = max(rows, self._rows)
-        if self._multiplied and self.assumed.whole_rows and rows >= 64:
+        if not self._multiplied:
+            return (), min(self._each, max(1, rows * columns // self._threads))
+        if self.assumed.whole_rows and rows >= 64:
             return (3, 0, 1, 2), max(1, self._threads // rows)
-        return self.assumed.pairs if self._multiplied else (), 1
+        return self.assumed.pairs, 1
 
     def create_get_program_id(self, axis: int) -> Handle:
         return TensorHandle(self._places[self._group, axis], tl.int32)
@@ -172,6 +174,8 @@ class FaithfulBuilder(InterpreterBuilder):
             self.apart()  # it may wait for another program
         element, shape = ptrs.get_element_ty(), _shape(ptrs)
         dtype = numpy_type(element)
+        if len(shape) > 2:
+            self._each = 16 // dtype.itemsize
         fill = bits(np.zeros((1,) * len(shape), dtype) if other is None else other.data)
         if (access := self._access(ptrs, mask, dtype.itemsize, len(fill))) is None:
             return TensorHandle(np.broadcast_to(fill, (len(fill), *shape[1:])).view(dtype), element)

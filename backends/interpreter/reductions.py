@@ -29,12 +29,13 @@ def tensor_of(data: Array, dtype: tl.dtype) -> Tensor:
     return tl.core.tensor(upstream.TensorHandle(data, dtype.scalar), kind)
 
 
-def reducing(assumed: Assumptions, in_pairs: Callable[[int], tuple[tuple[int, ...], int]]) -> Callable[..., Any]:
+def reducing(assumed: Assumptions, in_pairs: Callable[[int, int], tuple[tuple[int, ...], int]]) -> Callable[..., Any]:
     """Return `tl.reduce` as a card is assumed to sum.
 
     Args:
         assumed: what is assumed.
-        in_pairs: from the number of rows their order, as `Assumptions.pairs` has it, and the parts that have it.
+        in_pairs: from the numbers of rows and columns the order of a row, as `Assumptions.pairs` has it, and the parts
+            that have it; or an empty one and the columns of a lane.
     """
 
     def reduce(input: Any, axis: Any, combine_fn: Combine, keep_dims: Any = False, **_: object) -> Any:
@@ -44,8 +45,10 @@ def reducing(assumed: Assumptions, in_pairs: Callable[[int], tuple[tuple[int, ..
         at = 1 if axis is None else axis + 1 if axis >= 0 else axis + dimensions
         arrays = [array.reshape(len(array), -1) if axis is None else array for array in arrays]
         if combine_fn is standard._sum_combine and at == arrays[0].ndim - 1 and at > 1:
-            order, parts = in_pairs(arrays[0].shape[-2])
-            if order and arrays[0].shape[-1] % (8 * parts) == 0:
+            order, parts = in_pairs(*arrays[0].shape[-2:])
+            if not order and len(assumed.pairs) > 2:
+                arrays = [_in_lanes(array, parts, packed=assumed.pairs[-1] == 0) for array in arrays]
+            elif order and arrays[0].shape[-1] % (8 * parts) == 0:
                 arrays = [_in_pairs(array, order, parts) for array in arrays]
         results = _reduced(arrays, inputs, at, combine_fn, assumed)
         if _plain(keep_dims):
@@ -103,6 +106,19 @@ def _in_pairs(x: Array, order: tuple[int, ...], parts: int) -> Array:
         return lanes.reshape(x.shape)
     first, *others = np.moveaxis(lanes.reshape(*x.shape[:-1], 4, -1), -1, 0)
     return functools.reduce(_sum, others, first)
+
+
+def _in_lanes(x: Array, each: int, *, packed: bool) -> Array:
+    """Return columns, of which a lane loads neighbours, in the order of a balanced tree: lanes far apart meet first.
+
+    Where sums are `packed`, two at once, a lane's odd columns come last.
+    """
+    if not _is_rounded(x.dtype) or x.shape[-1] % each:
+        return x
+    lanes, bits = x.reshape(*x.shape[:-1], -1, each), (x.shape[-1] // each).bit_length() - 1
+    far_first = [int(f"{lane:0{bits}b}"[::-1], 2) for lane in range(1 << bits)] if bits else [0]
+    within = [*range(0, each, 2), *range(1, each, 2)] if packed else range(each)
+    return lanes[..., far_first, :][..., list(within)].reshape(x.shape)
 
 
 def _total(x: Array, axis: int, assumed: Assumptions) -> Array:

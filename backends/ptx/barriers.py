@@ -131,7 +131,9 @@ class _Barrier:
         """Return which threads have to wait; the others have what is done."""
         late: Array = here & (self._phase[:, None] & 1 == parities)
         blocks = np.asarray((here & ~late).any(1))
-        threads.complete(np.where(blocks, self._group, 0)[:, None])
+        done = np.zeros_like(threads.shared.products)
+        done[:, 0] = np.where(blocks, self._group, 0)
+        threads.complete(done)
         threads.shared.phases += (blocks & self._joins)[:, None]
         there = [blocks[owner] & (phase < self._phase[owner]) for _, owner, phase in self._brought]
         for (granules, _, _), arrived in zip(self._brought, there, strict=True):

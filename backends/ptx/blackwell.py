@@ -37,6 +37,18 @@ def _elect(at: Instruction, _: _Match) -> Run:
     return elect
 
 
+def _ballot(at: Instruction, _: _Match) -> Run:
+    write, reads = writer(at.operands[0], at), reader(at.operands[1], "pred", at)
+
+    def vote(threads: Threads, mask: Array) -> None:
+        threads.warps(mask, at)
+        lanes = threads.full(reads(threads)).reshape(len(mask), -1, WARP)
+        votes = np.packbits(lanes, -1, bitorder="little").view(np.uint32)
+        write(threads, 0, np.repeat(votes, WARP, -1).reshape(threads.shape), mask)
+
+    return vote
+
+
 def _allocate(at: Instruction, _: _Match) -> Run:
     place, counts = place_of(at.operands[0], at), reader(at.operands[1], "u32", at)
 
@@ -150,6 +162,7 @@ def _product(at: Instruction, match: _Match) -> Run:
 
 BINDERS: Mapping[str, Callable[[Instruction, _Match], Run]] = {
     r"elect\.sync": _elect,
+    r"vote\.sync\.ballot\.b32": _ballot,
     r"tcgen05\.alloc\.cta_group::1\.sync\.aligned\.shared::cta\.b32": _allocate,
     r"tcgen05\.(?:relinquish_alloc_permit|dealloc)\.cta_group::1\.sync\.aligned(?:\.b32)?": idle,
     r"tcgen05\.fence::(?:before|after)_thread_sync": idle,  # an order that instructions have here

@@ -132,10 +132,16 @@ class Shared:
         return values
 
     def rows(self, addresses: Array, mask: Array, at: Instruction) -> Array:
-        """Return rows of eight 16-bit numbers that the lanes of a warp read together: (blocks, threads, 8)."""
-        places = self._record_read(addresses, mask, 16, at, _SEVERAL)
+        """Return rows of eight 16-bit numbers that the lanes of a warp read together: (blocks, threads, 8).
+
+        A row that nobody has written is NaN: who multiplies it need not keep the result.
+        """
+        places, granules, _ = self._locate(addresses, mask, 16, at)
+        written = np.ones(mask.shape, bool)
+        written[mask] = (self._writers[granules] != _NOBODY).reshape(-1, 16 // self._granule).any(1)
+        self._record_read(addresses, mask & written, 16, at, _SEVERAL)
         rows: Array = self._bytes.view(np.uint16).reshape(-1, 8)[places // 16]
-        return rows
+        return np.where(written[..., None], rows, np.uint16(0xFFFF))
 
     def write(self, addresses: Array, mask: Array, values: Array, at: Instruction, *, copied: bool = False) -> None:
         """Write unsigned integers; `copied` ones arrive when their group has been waited for."""

@@ -63,6 +63,14 @@ def _quotient(x: Array, y: Array) -> Array:
     return np.ldexp(x.astype(np.float64) * (np.float32(1) / fraction), -exponent).astype(np.float32)
 
 
+def _downward(x: Array, y: Array) -> Array:
+    """Add, rounding toward minus infinity; a sum of 0 is -0, unless both are +0."""
+    exact = odd_sum(*(torch.from_numpy(np.array(term, np.float64)) for term in np.broadcast_arrays(x, y))).numpy()
+    total = exact.astype(np.float32)
+    below: Array = np.where(total > exact, np.nextafter(total, np.float32(-np.inf)), total)
+    return np.where((exact == 0) & (np.signbit(x) | np.signbit(y)), np.float32(-0.0), below)
+
+
 def _extreme(x: Array, y: Array, *third: Array, largest: bool) -> Array:
     """Return the larger or smaller number: NaN is dropped, and +0 is larger than -0."""
     result: Array = (np.fmax if largest else np.fmin)(x, y)
@@ -148,6 +156,7 @@ _TESTS = {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater
 _ROWS: tuple[tuple[str, str, Callable[..., Any], str], ...] = (
     # Integer, Floating-Point and Half Precision Floating-Point Arithmetic Instructions
     ("add", f"{_INTEGERS} {_FP32} {_NARROW}", np.add, "T"),
+    ("add", "rm.f32 rm.ftz.f32 rm.f32x2", _downward, "T"),
     ("sub", f"{_INTEGERS} {_FP32} {_NARROW}", np.subtract, "T"),
     ("mul", f"{_FP32} {_NARROW}", np.multiply, "T"),
     ("mul.lo", _INTEGERS, np.multiply, "T"),

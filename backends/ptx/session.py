@@ -1,6 +1,7 @@
 """A stretch of time in which what Triton compiles for a card is executed here."""
 
 import struct
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
@@ -41,6 +42,10 @@ def executing(card: str, shared: int) -> Iterator[tuple[str, ...]]:
         stack.enter_context(absent(target, card, utils=utils, launcher_cls=_Launcher))
         stack.enter_context(compiling_text(executed=True))
         stack.enter_context(patch.object(JITFunction, "run", _compiling(JITFunction.run)))
+        if "cutlass" in sys.modules:  # a kernel in CuTe DSL was imported
+            from tiebreak.backends.ptx.cute import launching
+
+            stack.enter_context(launching(card))
         stack.enter_context(patch.object(InterpretedFunction, "run", _refused))
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)  # a block's tiles are small

@@ -149,6 +149,23 @@ def test_a_fused_multiply_add_is_rounded_once() -> None:
             assert result == rounded(first * second + third), numbers
 
 
+def test_a_sum_is_rounded_downward() -> None:
+    x, y = (patterns("b32", seed).view(np.float32) for seed in (1, 2))
+    near = np.concatenate([x, x]), np.concatenate([y, x * np.float32(2**-13)])
+    found = OPERATIONS["add.rm.f32x2"].compute(*near)
+    finite = np.isfinite(near[0]) & np.isfinite(near[1])
+    assert finite.sum() > 1000
+    for a, b, sum_ in zip(*(each[finite].tolist() for each in near), found[finite], strict=True):
+        exact = Fraction(a) + Fraction(b)
+        assert np.isneginf(sum_) or Fraction(float(sum_)) <= exact
+        above = np.nextafter(sum_, np.float32(np.inf))
+        assert np.isposinf(above) or Fraction(float(above)) > exact
+    zeros = np.array([0, -0.0, 1], np.float32), np.array([0, 0, -1], np.float32)
+    assert np.signbit(OPERATIONS["add.rm.f32"].compute(*zeros)).tolist() == [False, True, True]
+    infinite = np.array([np.inf, -np.inf, np.inf], np.float32), np.array([1, 1, -np.inf], np.float32)
+    assert str(OPERATIONS["add.rm.f32"].compute(*infinite).tolist()) == "[inf, -inf, nan]"
+
+
 def test_divisions_are_correctly_rounded_or_within_two_ulp() -> None:
     x, y = (np.random.default_rng(seed).uniform(1, 2, SOME).astype(np.float32) for seed in (1, 2))
     scale = np.float32(2.0) ** np.random.default_rng(3).integers(-125, 125, SOME).astype(np.float32)

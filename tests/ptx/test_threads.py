@@ -104,6 +104,14 @@ def test_a_race_and_a_word_that_nobody_wrote_are_errors_that_name_the_instructio
         executed(body)
 
 
+def test_a_matrix_that_nobody_wrote_is_nan_and_lanes_vote(executed: Executed) -> None:
+    """Who multiplies rows beyond the end of a tensor need not keep the products."""
+    loaded = "shl.b32 %r3, %r0, 4; ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r2}, [%r3];"
+    assert executed(loaded, threads=32).tolist() == [-1] * 32
+    voted = "and.b32 %r3, %r0, 33; setp.eq.s32 %p0, %r3, 33; vote.sync.ballot.b32 %r2, %p0, -1;"
+    assert executed(voted).tolist() == [0] * 32 + [0xAAAAAAAA - 2**32] * 32
+
+
 def test_with_groups_of_copies_on_their_way_the_earlier_ones_are_there(executed: Executed) -> None:
     first = COPY + COPY.replace("[%r1]", "[%r1+256]")
     assert executed(f"{first} cp.async.wait_group 1; ld.shared.b32 %r2, [%r1];").tolist() == LANES.tolist()

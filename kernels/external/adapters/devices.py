@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from tiebreak.kernels.external.adapters.foreign import Foreign
 from tiebreak.kernels.external.options import NO_BACKWARD, kernel, needs
 from tiebreak.kernels.npu import causal_mask
+from tiebreak.kernels.triton.compiling import is_executing
 
 _ALL = -1, -1  # a window of all keys
 _CUDA, _BOTH = ("cuda",), ("cuda", "npu")
@@ -20,7 +21,7 @@ FLASH_ATTN = Foreign(
     "flash_attn:flash_attn_func", "flash-attn", "2.8", "pip install flash-attn --no-build-isolation", _CUDA
 )
 FLASH_ATTN_CUTE = Foreign(
-    "flash_attn.cute:flash_attn_func", "flash-attn-4", "4.0", "pip install --pre flash-attn-4", _CUDA
+    "flash_attn.cute:flash_attn_func", "flash-attn-4", "4.0", "pip install --pre flash-attn-4", ("cuda", "cpu")
 )
 XFORMERS = Foreign("xformers.ops.fmha:memory_efficient_attention", "xformers", "0.0.35", devices=_CUDA)
 XFORMERS_OP = Foreign("xformers.ops.fmha:MemoryEfficientAttentionCutlassOp", "xformers", "0.0.35")
@@ -77,6 +78,8 @@ def flash_attn_cute(
 
     Its learned sink is not used: nothing here has shown whether gradients go through it.
     """
+    if q.device.type == "cpu" and not is_executing():
+        raise NotImplementedError("flash-attn-4 has no kernel for cpu: give --backend cuda or ptx")
     sides = tuple(None if side < 0 else side for side in window_size)
     options = {"causal": causal, "softmax_scale": softmax_scale, "window_size": sides, "softcap": softcap}
     return FLASH_ATTN_CUTE(q, k, v, deterministic=True, **options)

@@ -10,7 +10,7 @@ from typing import Any
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.inputs import AttentionInputs
 
-_BACKENDS = {"cuda": "cuda", "npu": "ascend"}  # of this suite, by device type
+_BACKENDS = {"cuda": "cuda", "npu": "ascend", "cpu": "ptx"}  # of this suite, by device type
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,7 @@ def read(path: Path) -> Mapped:
 
 def dumped(path: Path, mapped: Mapped) -> Iterator[Dumped]:
     """Yield the calls that a mapping finds, by step, rank and layer; UsageError: one line that says what is wrong."""
+    _contents.cache_clear()  # files may have changed
     try:
         given = {name for name in ("q", "k", "v", "kv", "qkv") if getattr(mapped, name) is not None}
         if given not in ({"q", "k", "v"}, {"q", "kv"}, {"qkv"}):
@@ -169,8 +170,13 @@ def _contents(path: Path) -> Mapping[str, Callable[[], Tensor]]:
         return dict(_flattened(torch.load(path, map_location="cpu", weights_only=True)))
     except ImportError as error:
         raise _WrongError(f"{path}: pip install safetensors") from error
-    except Exception as error:  # these libraries raise errors of many kinds
-        raise _WrongError(f"{path}: cannot be read: {' '.join(str(error).split())[:200]}") from error
+    except Exception as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> _WrongError:
+    """Return an error of a library that reads tensors, which may be of any kind, in one line."""
+    return _WrongError(f"{path}: cannot be read: {' '.join(str(error).split())[:200] or type(error).__name__}")
 
 
 def _flattened(x: Any, name: str = "") -> Iterator[tuple[str, Callable[[], Tensor]]]:
@@ -356,7 +362,9 @@ class _Source:
             known = [heads if word == "heads" else None for word in group]
             rest = size // prod(n for n in known if n)
             if len(group) > 1 and (known.count(None) > 1 or rest * prod(n for n in known if n) != size):
-                raise self._wrong(name, f'layout "{layout}": {size} is no ({" ".join(group)}): say heads, kv_heads')
+                of = f" of {heads} heads" if heads else ""
+                why = f"{size} is no ({' '.join(group)}){of}: say heads, kv_heads"
+                raise self._wrong(name, f'layout "{layout}": {why}')
             sizes += [size] if len(group) == 1 else [rest if n is None else n for n in known]
         if heads is not None and (of := dict(zip(words, sizes, strict=True)).get("heads", 1)) != heads:
             raise self._wrong(name, f"it has {of} heads, and {heads} were named")
@@ -411,7 +419,10 @@ class _Source:
         if (make := _contents(path).get(key)) is None:
             names = first_few(sorted(_contents(path)), _SHOWN)
             raise self._wrong(name, f"{path} has no {key or 'tensor without a key'}; it has {names}")
-        return make()
+        try:
+            return make()
+        except Exception as error:
+            raise _unreadable(path, error) from error
 
     def _wrong(self, name: str, why: str) -> _WrongError:
         place = ", ".join(f"{word} {self.place[word]}" for word in _PLACES if word in self.place)

@@ -20,7 +20,7 @@ from tiebreak import kernels
 from tiebreak.backends.backend import EMULATION
 from tiebreak.cases.capture.folder import MB
 from tiebreak.cases.captured import captured_cases
-from tiebreak.cases.case import JOINED
+from tiebreak.cases.case import JOINED, Case
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.external.call import Call, Made, Placed, Triple
 from tiebreak.kernels.external.caller import Caller
@@ -289,16 +289,21 @@ def _export_dump(asked: argparse.Namespace) -> None:
     store.write(msgspec.structs.replace(manifest, digest=manifest.own_digest), folder / MANIFEST)
 
 
+def captured_inputs(folder: Path, options: Mapping[str, str]) -> list[tuple[Case, AttentionInputs]]:
+    """Return the cases of a dump's captured tensors, each with the whole of its call."""
+    seed, heads, fmt = int(options["seed"]), int(options["heads"]), FORMATS[options["dtype"]]
+    return [(case, case.make(seed, 0, heads, fmt)) for case in captured_cases(folder)]
+
+
 def _calls_of_captured(
     folder: Path, options: Mapping[str, str]
 ) -> tuple[tuple[str, ...], dict[tuple[str, str], StoredCall]]:
     """Return the features of the calls of a folder's captured tensors, and the calls by file and layer."""
-    fmt, heads, cases = FORMATS[options["dtype"]], int(options["heads"]), captured_cases(folder)
-    inputs = [case.make(int(options["seed"]), 0, heads, fmt) for case in cases]
-    takes = tuple(sorted({each.taken for x in inputs for each in x.required_features()}))
+    every = captured_inputs(folder, options)
+    takes = tuple(sorted({each.taken for _, x in every for each in x.required_features()}))
     flags = [f"{name}={value}" for name, value in declared(takes, "bhnd").items()]
     caller, calls = external_kernel(TARGET, flags=flags).caller, {}
-    for number, (case, x) in enumerate(zip(cases, inputs, strict=True), 1):
+    for number, (case, x) in enumerate(every, 1):
         made = caller.call(x)
         placed = made.placed(gradients=False)
         tensors, values = as_called(dict(zip("qkv", placed.arguments, strict=True)), made.keywords(x))
