@@ -35,6 +35,7 @@ from tiebreak.reports.records.record import Run
 from tiebreak.reports.schemas import schema_of
 from tiebreak.studies.power import EXPERIMENTS
 
+pytestmark = pytest.mark.usefixtures("shared_cases")
 CASES = "tied_maxima[k=2],random,contract_tile,strided_views,scaled_do"
 KERNEL = """
 import torch
@@ -69,6 +70,7 @@ def noisy(q, k, v, *, causal=False, scale=None):
 TWO = """
 import os
 from pathlib import Path
+from threading import Event
 
 count = Path(__file__).with_name("count")
 
@@ -78,8 +80,8 @@ def attention():
     count.write_text(str(made + 1))
     if made == 0:
         os._exit(3)
-    while made == 1:
-        pass
+    if made == 1:
+        Event().wait()
 """
 
 

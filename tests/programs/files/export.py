@@ -43,7 +43,7 @@ from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import first_few, split
 from tiebreak.reports.records import store
 from tiebreak.reports.records.decode import SCHEMA
-from tiebreak.reports.statement import digest
+from tiebreak.reports.records.store import digest
 from tiebreak.reports.tables.run import counted
 
 #: What files can show, by kind of experiment: all of its cases, or these. A new kind is left out until it stands here.
