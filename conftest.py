@@ -32,6 +32,8 @@ _TOGETHER = frozenset(
         "tests/unit/test_fixture.py",
         "tests/unit/test_heads.py",
         "tests/unit/test_planted_defects.py",
+        "tests/unit/test_slips.py",
+        "tests/unit/test_statement.py",
         "tests/unit/test_torch_device.py",
         "tests/unit/test_user_kernels.py",
     }

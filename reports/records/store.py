@@ -1,6 +1,7 @@
 """Files of records and of other data: written whole or not at all; read whole or refused in one line."""
 
 import gzip
+import hashlib
 import io
 import os
 import stat
@@ -165,3 +166,8 @@ def one_line(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+
+
+def digest(content: bytes) -> str:
+    """Return the SHA-256 of a file."""
+    return hashlib.sha256(content).hexdigest()

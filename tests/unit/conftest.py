@@ -13,7 +13,7 @@ from torch import Tensor
 from tiebreak import plugins
 from tiebreak.cases.bounds import UNDECLARED
 from tiebreak.kernels.inputs import AttentionInputs
-from tiebreak.matrix import checks, experiments, resolver
+from tiebreak.matrix import checks, experiments, resolver, workbench
 from tiebreak.matrix.questions import comparison, session
 from tiebreak.matrix.questions.comparison import exact
 from tiebreak.matrix.questions.session import Session
@@ -35,6 +35,14 @@ def attention_shape(request: pytest.FixtureRequest) -> tuple[int, int, int, int,
     """Sizes of a call of attention: queries, keys, d, query heads, key heads, and whether it is causal."""
     shape: tuple[int, int, int, int, int, bool] = request.param
     return shape
+
+
+@pytest.fixture(scope="module")
+def shared_cases() -> Iterator[None]:
+    """Make inputs of a case, and what the candidates make of them, once for all kernels of a file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workbench, "CaseBench", lru_cache(maxsize=9)(workbench.CaseBench))
+        yield
 
 
 @lru_cache(maxsize=4)  # parts of one answer, one after the other

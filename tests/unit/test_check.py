@@ -174,8 +174,9 @@ def pytest_in(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_pytest_runs_the_matrix_in_a_repository_of_its_own(tmp_path: Path) -> None:
+def test_pytest_runs_the_matrix_in_a_repository_of_its_own(pytester: pytest.Pytester) -> None:
     """With a package called kernels, a conftest.py and strict options; without --kernel it is as if not there."""
+    tmp_path = pytester.path
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "__init__.py").touch()
     (tmp_path / "kernels" / "flash.py").write_text(KERNEL)
@@ -193,9 +194,9 @@ def test_pytest_runs_the_matrix_in_a_repository_of_its_own(tmp_path: Path) -> No
     assert "1 cell: 1 passed" in both.stdout
     assert "1 failed, 1 passed" in both.stdout  # its own test looks for the matrix' modules
     (tmp_path / "conftest.py").write_text(own.format("backend"))
-    taken = pytest_in(tmp_path, *mine)
-    assert taken.returncode == 4  # pytest's own, of bad usage
-    assert "--kernel: a conftest.py here and tiebreak have an option of one name" in taken.stderr
+    taken = pytester.runpytest_inprocess(*mine, "-p", "no:cacheprovider")
+    assert taken.ret == pytest.ExitCode.USAGE_ERROR
+    assert "--kernel: a conftest.py here and tiebreak have an option of one name" in taken.stderr.str()
 
 
 def cell(case: str, verdict: str | None = "biased", bias: float | None = 0.2, **fields: Any) -> Record:

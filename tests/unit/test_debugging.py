@@ -16,6 +16,7 @@ from tiebreak.reports.gate.gate import update
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import SCRIPT, TRACEBACK
 
+pytestmark = pytest.mark.usefixtures("shared_cases")
 KERNEL = """
 import torch
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tiebreak.laboratory.statement import profiles
+from tiebreak.laboratory.statement.profiles import PROFILES, Selector, profile
 from tiebreak.matrix.selection import Selection, cells
-from tiebreak.programs.statement import profiles
-from tiebreak.programs.statement.profiles import PROFILES, Selector, profile
 from tiebreak.reports import cli
 from tiebreak.reports.records.record import CLAIM, FAILED, PASSED, Run
 

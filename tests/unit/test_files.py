@@ -35,6 +35,7 @@ from tiebreak.reports.records.record import Run
 from tiebreak.reports.schemas import schema_of
 from tiebreak.studies.power import EXPERIMENTS
 
+pytestmark = pytest.mark.usefixtures("shared_cases")
 CASES = "tied_maxima[k=2],random,contract_tile,strided_views,scaled_do"
 KERNEL = """
 import torch
@@ -69,6 +70,7 @@ def noisy(q, k, v, *, causal=False, scale=None):
 TWO = """
 import os
 from pathlib import Path
+from threading import Event
 
 count = Path(__file__).with_name("count")
 
@@ -78,8 +80,8 @@ def attention():
     count.write_text(str(made + 1))
     if made == 0:
         os._exit(3)
-    while made == 1:
-        pass
+    if made == 1:
+        Event().wait()
 """
 
 
@@ -174,6 +176,8 @@ def test_too_few_heads_are_named_with_the_export_that_has_the_verdict_of_check(
     assert {"near_tie_outside", "repeated_tiny"} < {*told.replace(",", " ").split()}
     assert "single_maximum_sink" not in told
     words = shlex.split(command)
+    assert words[:-1] == ["--cases", cases, "--heads"]
+    assert 32 <= int(words[-1]) <= 64  # intervals of 16 heads reach a little over the margin
     export.main([str(tmp_path / "enough"), *words])
     enough = answered(tmp_path / "enough", tmp_path / "more", kernel, monkeypatch)
     capsys.readouterr()

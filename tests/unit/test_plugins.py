@@ -21,6 +21,7 @@ from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.external import LoadError, external_kernel
 from tiebreak.kernels.external.loading import load
 from tiebreak.kernels.formats import BF16
+from tiebreak.laboratory.statement.profiles import profile
 from tiebreak.matrix.checks import checks
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments import kinds
@@ -29,7 +30,6 @@ from tiebreak.matrix.record_collector import described
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.selection import Selection, cells
 from tiebreak.matrix.workbench import Settings, Workbench
-from tiebreak.programs.statement.profiles import profile
 from tiebreak.reports import cli
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records.record import Run

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from tiebreak.laboratory.statement.format import faults_of_runs
+from tiebreak.laboratory.statement.profiles import PROFILES, profile
 from tiebreak.matrix.run import blank_record
 from tiebreak.matrix.selection import Selection, cells
 from tiebreak.matrix.workbench import Settings
-from tiebreak.programs.statement.profiles import PROFILES, profile
 from tiebreak.reports.records.record import CRASHED, Record, Run
-from tiebreak.reports.statement import faults_of_runs
 
 
 def records(selection: Selection) -> list[Record]:

@@ -30,6 +30,10 @@ from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.formats import BF16, Format
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.roster import composed_kernel
+from tiebreak.laboratory.statement import command as program
+from tiebreak.laboratory.statement import format as statements
+from tiebreak.laboratory.statement import profiles, verification
+from tiebreak.laboratory.statement.verification import cells_and_faults, recomputed, sample
 from tiebreak.matrix import measures, options
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments import kinds
@@ -39,10 +43,6 @@ from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.selection import Selection, cells
 from tiebreak.matrix.workbench import CaseBench, Settings, Workbench
 from tiebreak.programs.files import export, judge, runner
-from tiebreak.programs.statement import command as program
-from tiebreak.programs.statement import profiles, verification
-from tiebreak.programs.statement.verification import cells_and_faults, recomputed, sample
-from tiebreak.reports import statement as statements
 from tiebreak.reports.cli import main
 from tiebreak.reports.gate.consistency import differing
 from tiebreak.reports.records import store

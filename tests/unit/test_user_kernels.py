@@ -4,8 +4,7 @@ What wrong ones fall by is tried with planted defects (test_planted_defects.py).
 """
 
 import re
-from collections.abc import Callable, Iterator
-from functools import lru_cache
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -94,12 +93,7 @@ TELLING += "tied_p_bar"
 FOLLOWED_TEXT = re.compile(r"cpu-(\w+): follows (\S+) \((99\.[5-9]\d|100\.00) % of bits on this machine in 7 cells\)")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def shared_cases() -> Iterator[None]:
-    """Inputs of a case, and what the candidates make of them, for all kernels of this file."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workbench, "CaseBench", lru_cache(maxsize=9)(workbench.CaseBench))
-        yield
+pytestmark = pytest.mark.usefixtures("shared_cases")
 
 
 @pytest.fixture

@@ -87,7 +87,7 @@ class _Resolver(Resolver):
         return backward_held_to(output.gradients, output.o, held_to.declaration, sample.bench.batch(0), shown)
 
     def slips(self, sample: Sample) -> Mapping[str, float]:
-        return slip_bits(sample.outputs[0].o, sample.bench.batch(0), sample.cell.backend)
+        return slip_bits(sample.outputs[0].o, sample.bench.batch(0), sample.cell.backend, sample.held_to)
 
     def explained(self, run: Iterable[records.Record]) -> Mapping[str, records.Explanation]:
         return explain(run)

@@ -1,6 +1,6 @@
 """Attribution of an output to a plan: the known plans, and usual mistakes, by how many of its bits they have."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from tiebreak.cases.bounds import UNDECLARED
 from tiebreak.cases.errors import measure
 from tiebreak.cases.slips import slips
 from tiebreak.kernels.inputs import AttentionInputs
-from tiebreak.kernels.kernel import nameless
+from tiebreak.kernels.kernel import Declaration, nameless
 from tiebreak.kernels.reference import reference
 from tiebreak.matrix.identification.candidates import MATCHED_BY_ERROR_SIZE, accepted, on_device
 from tiebreak.matrix.result import HeldTo
@@ -68,12 +68,13 @@ def plan_held_to(sample: Sample, fits: Mapping[str, Fit], settled: Settled) -> H
     return max(held, key=lambda each: sample.bench.emulated(0, each.declaration)[1].rms_ulps, default=None)
 
 
-def slip_bits(o: Tensor, batch: SharedBatch, backend: Backend) -> dict[str, float]:
+def slip_bits(o: Tensor, batch: SharedBatch, backend: Backend, held_to: HeldTo | None = None) -> dict[str, float]:
     """Return the mistakes that explain an output, and the share of bits that the nearest plan has of each.
 
     A mistake explains an output whose errors against the mistake's exact result are within the rounding-error bound of
     the loosest plan, while its errors against attention are not: rounding alone cannot do both. A mistake that makes
-    scores large has a wide bound, so there a plan must also have the bits, as for a kernel that follows it.
+    scores large has a wide bound, so there a plan must also have the bits, as for a kernel that follows it. The plan
+    that the kernel is held to is tried first.
     """
     (_, heads), key_heads = batch.inputs.q.shape[:2], batch.inputs.k.shape[1]
     entries = -(-FIRST_HEADS // heads)  # whole ones, which show the key head that each query head reads
@@ -82,16 +83,26 @@ def slip_bits(o: Tensor, batch: SharedBatch, backend: Backend) -> dict[str, floa
     if _share_of_bound(ours, some) <= 1.0:
         return {}
     explaining: dict[str, float] = {}
-    candidates = accepted(on_device(backend), batch.inputs.formats).values()
+    known = accepted(on_device(backend), batch.inputs.formats).values()
+    candidates = [*([held_to.declaration] if held_to else []), *known]
     for slip in slips(some.inputs):
         wrong, seen = SharedBatch(slip.inputs, reference(slip.inputs)), slip.seen(ours)
         emptied = _rows_without_keys(slip.inputs) & ~_rows_without_keys(some.inputs)
         seen = torch.where(emptied, 0.0, seen)  # what a row gives whose keys the mistake hides is not asked
         if emptied.double().mean() < _MOST and _share_of_bound(seen, wrong) <= 1.0:
-            plans = {nameless(wrong.clipped(plan)) for plan in candidates}
-            bits = max(equal_bits(seen, wrong.predicted(plan)) for plan in plans)
+            bits = _most_bits(seen, wrong, candidates)
             explaining |= {slip.about: bits} if bits >= FOLLOWED else {}
     return explaining
+
+
+def _most_bits(o: Tensor, batch: SharedBatch, candidates: Iterable[Declaration]) -> float:
+    """Return the largest share of bits that a plan has, up to what plans are not told apart by."""
+    most = 0.0
+    for plan in dict.fromkeys(nameless(batch.clipped(each)) for each in candidates):
+        most = max(most, equal_bits(o, batch.predicted(plan)))
+        if most >= 1.0 - EQUAL:
+            break
+    return most
 
 
 def _rows_without_keys(inputs: AttentionInputs) -> Tensor:

@@ -151,7 +151,9 @@ class PairedCall:
         if verdict is BiasVerdict.UNBIASED and ratio.high <= LIMIT:
             return ROUNDINGS, ""
         heads = self._drawn
-        return UNDECIDED, f"{heads} heads do not settle it: --heads {heads_to_tell(apart, heads)} would, about"
+        more = f"--heads {heads_to_tell(apart, heads)} would, about"
+        more = more if self.bench.case.fixed_heads is None else "the case has no more"
+        return UNDECIDED, f"{heads} heads do not settle it: {more}"
 
     @property
     def _drawn(self) -> int:

@@ -24,8 +24,7 @@ from tiebreak.programs.files import runner
 from tiebreak.reports.calls import MANIFEST, Calls, Stored, StoredCall, digest_of
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import store
-from tiebreak.reports.records.store import UnreadableRecordsError, one_line
-from tiebreak.reports.statement import digest
+from tiebreak.reports.records.store import UnreadableRecordsError, digest, one_line
 
 TARGET = f"{__name__}:attention"
 DEVICE = "device.json"

@@ -95,33 +95,29 @@ class _WrongError(Exception):
     """What is wrong with a mapping or with what it names, in one line."""
 
 
-def read(path: Path) -> Mapped:
-    """Return the mapping in a file; UsageError: there is none, or a field is wrong."""
-    return toml(path, Mapped, str(path))
-
-
-def dumped(path: Path, mapped: Mapped) -> Iterator[Dumped]:
-    """Yield the calls that a mapping finds, by step, rank and layer; UsageError: one line that says what is wrong."""
+def dumped(path: Path) -> tuple[Mapped, list[Dumped]]:
+    """Return a mapping and the calls that it finds, by step, rank and layer; UsageError: one line of what is wrong."""
+    mapped = toml(path, Mapped, str(path))
+    folder = path.parent / mapped.folder
+    _contents.cache_clear()  # files may have changed
     try:
         given = {name for name in ("q", "k", "v", "kv", "qkv") if getattr(mapped, name) is not None}
         if given not in ({"q", "k", "v"}, {"q", "kv"}, {"qkv"}):
             raise _WrongError(f"{', '.join(sorted(given)) or 'no q'}: give q, k and v, or q and kv, or qkv")
         if mapped.window is not None and not mapped.causal:
             raise _WrongError("window: it counts keys up to a row's own: causal = true")
-        folder = path.parent / mapped.folder
-        formats = set()
-        for place in _places(folder, _named(mapped.q or mapped.qkv or "")[0], mapped.layers):
-            for call in _Source(mapped, folder, place).calls():
-                formats.add(call.format)
-                if len(formats) > 1:
-                    raise _WrongError("layers: some are in bf16, some in fp16: export them one by one")
-                yield call
+        places = _places(folder, _named(mapped.q or mapped.qkv or "")[0], mapped.layers)
+        calls = [call for place in places for call in _Source(mapped, folder, place).calls()]
+        if len({call.format for call in calls}) > 1:
+            raise _WrongError("layers: some are in bf16, some in fp16: export them one by one")
     except _WrongError as error:
         raise UsageError(f"{path}: {error}") from error
+    return mapped, calls
 
 
 def _places(folder: Path, text: str, layers: Sequence[int] | None) -> list[dict[str, str]]:
     """Return the steps, ranks and layers that a tensor is there for, in their order."""
+    named = _split(text)[1]
     file, key = (re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>[0-9]+)", re.escape(part)) for part in _split(text))
     if unknown := {*re.findall(r"\{(.*?)\}", text)} - {*_PLACES}:
         raise _WrongError(f"{text}: {{{unknown.pop()}}}: expected {', '.join(f'{{{word}}}' for word in _PLACES)}")
@@ -129,7 +125,7 @@ def _places(folder: Path, text: str, layers: Sequence[int] | None) -> list[dict[
         match.groupdict() | of_key.groupdict()
         for path in sorted(folder.rglob("*.*"))
         if (match := re.fullmatch(file, path.relative_to(folder).as_posix()))
-        for name in _contents(path)
+        for name in (_contents(path) if "{" in named else [named])  # a file may be large
         if (of_key := re.fullmatch(key, name))
     ]
     if not found:
@@ -169,8 +165,13 @@ def _contents(path: Path) -> Mapping[str, Callable[[], Tensor]]:
         return dict(_flattened(torch.load(path, map_location="cpu", weights_only=True)))
     except ImportError as error:
         raise _WrongError(f"{path}: pip install safetensors") from error
-    except Exception as error:  # these libraries raise errors of many kinds
-        raise _WrongError(f"{path}: cannot be read: {' '.join(str(error).split())[:200]}") from error
+    except Exception as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> _WrongError:
+    """Return an error of a library that reads tensors, which may be of any kind, in one line."""
+    return _WrongError(f"{path}: cannot be read: {' '.join(str(error).split())[:200] or type(error).__name__}")
 
 
 def _flattened(x: Any, name: str = "") -> Iterator[tuple[str, Callable[[], Tensor]]]:
@@ -356,7 +357,9 @@ class _Source:
             known = [heads if word == "heads" else None for word in group]
             rest = size // prod(n for n in known if n)
             if len(group) > 1 and (known.count(None) > 1 or rest * prod(n for n in known if n) != size):
-                raise self._wrong(name, f'layout "{layout}": {size} is no ({" ".join(group)}): say heads, kv_heads')
+                of = f" of {heads} heads" if heads else ""
+                why = f"{size} is no ({' '.join(group)}){of}: say heads, kv_heads"
+                raise self._wrong(name, f'layout "{layout}": {why}')
             sizes += [size] if len(group) == 1 else [rest if n is None else n for n in known]
         if heads is not None and (of := dict(zip(words, sizes, strict=True)).get("heads", 1)) != heads:
             raise self._wrong(name, f"it has {of} heads, and {heads} were named")
@@ -411,7 +414,10 @@ class _Source:
         if (make := _contents(path).get(key)) is None:
             names = first_few(sorted(_contents(path)), _SHOWN)
             raise self._wrong(name, f"{path} has no {key or 'tensor without a key'}; it has {names}")
-        return make()
+        try:
+            return make()
+        except Exception as error:
+            raise _unreadable(path, error) from error
 
     def _wrong(self, name: str, why: str) -> _WrongError:
         place = ", ".join(f"{word} {self.place[word]}" for word in _PLACES if word in self.place)

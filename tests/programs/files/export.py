@@ -20,7 +20,7 @@ from tiebreak import kernels
 from tiebreak.backends.backend import EMULATION
 from tiebreak.cases.capture.folder import MB
 from tiebreak.cases.captured import captured_cases
-from tiebreak.cases.case import JOINED
+from tiebreak.cases.case import JOINED, Case
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.external.call import Call, Made, Placed, Triple
 from tiebreak.kernels.external.caller import Caller
@@ -43,7 +43,7 @@ from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import first_few, split
 from tiebreak.reports.records import store
 from tiebreak.reports.records.decode import SCHEMA
-from tiebreak.reports.statement import digest
+from tiebreak.reports.records.store import digest
 from tiebreak.reports.tables.run import counted
 
 #: What files can show, by kind of experiment: all of its cases, or these. A new kind is left out until it stands here.
@@ -263,10 +263,9 @@ def _tell_size(asked: argparse.Namespace, written: Iterable[Tensors], what: str,
 
 def _export_dump(asked: argparse.Namespace) -> None:
     """Write the calls of an engine's dump as captured tensors, and its answers to them."""
-    folder, mapped = asked.folder, dump.read(asked.dump)
     if more := _given(asked):
         raise UsageError(f"--{min(more)}: a dump says itself what was asked: leave it out")
-    every = list(dump.dumped(asked.dump, mapped))
+    folder, (mapped, every) = asked.folder, dump.dumped(asked.dump)
     written = (x for each in every for x in (each.tensors, each.answers))
     _tell_size(asked, written, counted(len(every), "call"), "layers")
     store.check_writable(folder)
@@ -289,16 +288,21 @@ def _export_dump(asked: argparse.Namespace) -> None:
     store.write(msgspec.structs.replace(manifest, digest=manifest.own_digest), folder / MANIFEST)
 
 
+def captured_inputs(folder: Path, options: Mapping[str, str]) -> list[tuple[Case, AttentionInputs]]:
+    """Return the cases of a dump's captured tensors, each with the whole of its call."""
+    seed, heads, fmt = int(options["seed"]), int(options["heads"]), FORMATS[options["dtype"]]
+    return [(case, case.make(seed, 0, heads, fmt)) for case in captured_cases(folder)]
+
+
 def _calls_of_captured(
     folder: Path, options: Mapping[str, str]
 ) -> tuple[tuple[str, ...], dict[tuple[str, str], StoredCall]]:
     """Return the features of the calls of a folder's captured tensors, and the calls by file and layer."""
-    fmt, heads, cases = FORMATS[options["dtype"]], int(options["heads"]), captured_cases(folder)
-    inputs = [case.make(int(options["seed"]), 0, heads, fmt) for case in cases]
-    takes = tuple(sorted({each.taken for x in inputs for each in x.required_features()}))
+    every = captured_inputs(folder, options)
+    takes = tuple(sorted({each.taken for _, x in every for each in x.required_features()}))
     flags = [f"{name}={value}" for name, value in declared(takes, "bhnd").items()]
     caller, calls = external_kernel(TARGET, flags=flags).caller, {}
-    for number, (case, x) in enumerate(zip(cases, inputs, strict=True), 1):
+    for number, (case, x) in enumerate(every, 1):
         made = caller.call(x)
         placed = made.placed(gradients=False)
         tensors, values = as_called(dict(zip("qkv", placed.arguments, strict=True)), made.keywords(x))

@@ -1,6 +1,5 @@
 """`tiebreak judge FOLDER`: the verdict on the outputs that some device wrote for the calls of `tiebreak export`."""
 
-import math
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -8,7 +7,6 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from tiebreak.cases.captured import captured_cases
 from tiebreak.cases.verdicts import LOOKS, BiasVerdict, Interval, heads_to_tell
 from tiebreak.matrix.questions.comparison import WithinError
 from tiebreak.matrix.questions.log_sum_exp import judge_lse
@@ -55,10 +53,9 @@ def _wrong_sums(folder: CallFolder) -> Iterator[str]:
     Of calls with a sink or a soft cap it is asked for NaN alone.
     """
     options = folder.manifest.options
-    dumped = captured_cases(folder.path) if options.get("captured") == "." else ()
+    dumped = export.captured_inputs(folder.path, options) if options.get("captured") == "." else ()
     calls = {call.case: call for call in folder.manifest.calls}
-    for case in dumped:
-        inputs = case.make(int(options["seed"]), 0, int(options["heads"]), export.FORMATS[options["dtype"]])
+    for case, inputs in dumped:
         lse, results = folder.outputs(calls[case.name])[0].get("lse"), WithinError(inputs.formats.output)
         if lse is not None and inputs.sink is None and not inputs.softcap:
             judge_lse(lse, inputs, folder.stated.get("declare", {}).get("lse", ""), results)
@@ -96,10 +93,10 @@ class _Judging(check.Follower):
         for it in run.records:
             near, bias = it.verdict == BiasVerdict.UNDECIDED.value, it.measures.get("bias")
             if (near or it.outcome == UNDECIDED) and not {CAPTURED, "heads_to_tell"} & it.evidence.keys():
-                told = isinstance(bias, Estimate) and heads_to_tell(
-                    Interval(*(math.nan if x is None else x for x in (bias.mean, bias.half_width))), it.heads
-                )
-                heads[it.case] = max(2 * it.heads, 2 ** (LOOKS - 1) * told * near)
+                heads[it.case] = 2 * it.heads
+                if near and isinstance(bias, Estimate) and bias.mean is not None and bias.half_width is not None:
+                    known = Interval(bias.mean, bias.half_width)
+                    heads[it.case] = heads_to_tell(known, it.heads * 2 ** (LOOKS - 1))  # in a single look
         if heads:
             most = str(max(heads.values()))
             words = [x for name, x in {**self._asked, "heads": most}.items() for x in (f"--{name}", x) if x]

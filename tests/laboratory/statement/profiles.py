@@ -10,12 +10,12 @@ from tiebreak.backends.registry import BACKENDS
 from tiebreak.backends.torch_device import PREFIX, torch_device
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.kernel import Kernel
+from tiebreak.laboratory.statement.format import Profile
 from tiebreak.matrix.experiment import Experiment, SelectionContext
 from tiebreak.matrix.experiments import offered
 from tiebreak.matrix.selection import cells_of
 from tiebreak.matrix.workbench import Settings
 from tiebreak.reports.records.order import grouped
-from tiebreak.reports.statement import Profile
 
 _MAIN = ("standard", "flash@paper", "flash@fused", "stabilized@paper", "dithered@fused", "fair")
 

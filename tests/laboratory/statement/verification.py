@@ -25,6 +25,8 @@ from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.inputs import TORCH_DTYPES
 from tiebreak.kernels.kernel import Kernel, tilings
+from tiebreak.laboratory.statement.format import Profile, is_users
+from tiebreak.laboratory.statement.profiles import ABSENT
 from tiebreak.matrix.checks import ACCURACY, GRADIENTS, ask_all
 from tiebreak.matrix.experiment import Cell, Experiment
 from tiebreak.matrix.experiments import kinds, offered
@@ -38,11 +40,9 @@ from tiebreak.matrix.result import Claimed, Result
 from tiebreak.matrix.run import blank_record, run_cell
 from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.programs.files.backend import FILES, device_text
-from tiebreak.programs.statement.profiles import ABSENT
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate.consistency import contradictions, differing
 from tiebreak.reports.records.record import CLAIM, NONFINITE, PREDICTION, SKIPPED, Estimate, Record, Run, Value
-from tiebreak.reports.statement import Profile, is_users
 
 _IDENTITY = ("id", "case_version", "seed", "plan", "command")  # of a record: what follows from its cell
 _CLONE = frozenset({"", ".", "..", "tests", "matrix"})  # parts of the path by which pytest finds the cells in a clone

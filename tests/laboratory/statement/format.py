@@ -2,10 +2,9 @@
 
 A folder with `statement.json` (digests, a profile, waivers), copies of the files of records, and a summary of one page
 that follows from them (docs/ci.md). The model is Khronos' submission package: logs, statement, waivers. What takes
-cases or kernels to tell is in `tiebreak.programs.statement.verification`.
+cases or kernels to tell is in `tiebreak.laboratory.statement.verification`.
 """
 
-import hashlib
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from tiebreak.reports.names import first_few
 from tiebreak.reports.records.decode import SCHEMA, Data, FieldError, FileData, Schema
 from tiebreak.reports.records.order import grouped
 from tiebreak.reports.records.record import BIASED, FAILED, NONFINITE, PASSED, SKIPPED, Record, Run, record_id
-from tiebreak.reports.records.store import one_line
+from tiebreak.reports.records.store import digest, one_line
 from tiebreak.reports.tables import grids
 from tiebreak.reports.tables.grids import Grid, Part
 from tiebreak.reports.tables.run import counted, counts
@@ -44,7 +43,7 @@ _NO_DAY = "missing: a waiver of a statement has a last day"
 
 @dataclass(frozen=True)
 class Profile:
-    """The cells that are required. Plain data: `tiebreak.programs.statement.profiles` knows cases and kernels."""
+    """The cells that are required. Plain data: `tiebreak.laboratory.statement.profiles` knows cases and kernels."""
 
     name: str
     about: str  # one line
@@ -99,11 +98,6 @@ def read_waivers(path: Path, checks: Collection[str]) -> list[Expected]:
         if entry.expires is None:
             raise UsageError(f"{entry.where}.expires: {_NO_DAY}")
     return [replace(entry, where="") for entry in entries]
-
-
-def digest(content: bytes) -> str:
-    """Return the SHA-256 of a file."""
-    return hashlib.sha256(content).hexdigest()
 
 
 def statement_of(contents: Mapping[str, bytes], profile: Profile, waivers: Sequence[Expected]) -> Statement:

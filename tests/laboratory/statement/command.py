@@ -7,21 +7,21 @@ from pathlib import Path
 
 import torch
 
+from tiebreak.laboratory.statement import format as statements
+from tiebreak.laboratory.statement.format import FILE, SUMMARY, WAIVED, Profile, Statement
+from tiebreak.laboratory.statement.profiles import PROFILES, profile
+from tiebreak.laboratory.statement.verification import Judged, cells_and_faults, recomputed, sample
 from tiebreak.matrix.checks import checks
 from tiebreak.matrix.memory import keep_memory
 from tiebreak.matrix.options import NO_BUDGET
 from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.programs.files.backend import FILES
-from tiebreak.programs.statement.profiles import PROFILES, profile
-from tiebreak.programs.statement.verification import Judged, cells_and_faults, recomputed, sample
-from tiebreak.reports import statement as statements
 from tiebreak.reports.cli import FAILED, PASSED, Parser, count
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate.expected import Expected
 from tiebreak.reports.names import first_few, unknown
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import SKIPPED, Run
-from tiebreak.reports.statement import FILE, SUMMARY, WAIVED, Profile, Statement
 from tiebreak.reports.tables.run import counted, counts
 
 _RECORDS = re.compile(r"records-[0-9]+\.json")  # names of a statement's copies
@@ -172,7 +172,7 @@ def _file_faults(statement: Statement, there: Mapping[str, bytes]) -> Iterator[s
             yield f"{FILE}: files: {name!r} is no name of a file of records"
         elif name not in there:
             yield f"{name}: missing"
-        elif statements.digest(there[name]) != sha256:
+        elif store.digest(there[name]) != sha256:
             yield f"{name}: SHA-256 is not as in {FILE}: the file was edited"
 
 
