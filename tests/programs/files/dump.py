@@ -95,13 +95,10 @@ class _WrongError(Exception):
     """What is wrong with a mapping or with what it names, in one line."""
 
 
-def read(path: Path) -> Mapped:
-    """Return the mapping in a file; UsageError: there is none, or a field is wrong."""
-    return toml(path, Mapped, str(path))
-
-
-def dumped(path: Path, mapped: Mapped) -> Iterator[Dumped]:
-    """Yield the calls that a mapping finds, by step, rank and layer; UsageError: one line that says what is wrong."""
+def dumped(path: Path) -> tuple[Mapped, list[Dumped]]:
+    """Return a mapping and the calls that it finds, by step, rank and layer; UsageError: one line of what is wrong."""
+    mapped = toml(path, Mapped, str(path))
+    folder = path.parent / mapped.folder
     _contents.cache_clear()  # files may have changed
     try:
         given = {name for name in ("q", "k", "v", "kv", "qkv") if getattr(mapped, name) is not None}
@@ -109,20 +106,18 @@ def dumped(path: Path, mapped: Mapped) -> Iterator[Dumped]:
             raise _WrongError(f"{', '.join(sorted(given)) or 'no q'}: give q, k and v, or q and kv, or qkv")
         if mapped.window is not None and not mapped.causal:
             raise _WrongError("window: it counts keys up to a row's own: causal = true")
-        folder = path.parent / mapped.folder
-        formats = set()
-        for place in _places(folder, _named(mapped.q or mapped.qkv or "")[0], mapped.layers):
-            for call in _Source(mapped, folder, place).calls():
-                formats.add(call.format)
-                if len(formats) > 1:
-                    raise _WrongError("layers: some are in bf16, some in fp16: export them one by one")
-                yield call
+        places = _places(folder, _named(mapped.q or mapped.qkv or "")[0], mapped.layers)
+        calls = [call for place in places for call in _Source(mapped, folder, place).calls()]
+        if len({call.format for call in calls}) > 1:
+            raise _WrongError("layers: some are in bf16, some in fp16: export them one by one")
     except _WrongError as error:
         raise UsageError(f"{path}: {error}") from error
+    return mapped, calls
 
 
 def _places(folder: Path, text: str, layers: Sequence[int] | None) -> list[dict[str, str]]:
     """Return the steps, ranks and layers that a tensor is there for, in their order."""
+    named = _split(text)[1]
     file, key = (re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>[0-9]+)", re.escape(part)) for part in _split(text))
     if unknown := {*re.findall(r"\{(.*?)\}", text)} - {*_PLACES}:
         raise _WrongError(f"{text}: {{{unknown.pop()}}}: expected {', '.join(f'{{{word}}}' for word in _PLACES)}")
@@ -130,7 +125,7 @@ def _places(folder: Path, text: str, layers: Sequence[int] | None) -> list[dict[
         match.groupdict() | of_key.groupdict()
         for path in sorted(folder.rglob("*.*"))
         if (match := re.fullmatch(file, path.relative_to(folder).as_posix()))
-        for name in _contents(path)
+        for name in (_contents(path) if "{" in named else [named])  # a file may be large
         if (of_key := re.fullmatch(key, name))
     ]
     if not found:

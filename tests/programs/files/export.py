@@ -263,10 +263,9 @@ def _tell_size(asked: argparse.Namespace, written: Iterable[Tensors], what: str,
 
 def _export_dump(asked: argparse.Namespace) -> None:
     """Write the calls of an engine's dump as captured tensors, and its answers to them."""
-    folder, mapped = asked.folder, dump.read(asked.dump)
     if more := _given(asked):
         raise UsageError(f"--{min(more)}: a dump says itself what was asked: leave it out")
-    every = list(dump.dumped(asked.dump, mapped))
+    folder, (mapped, every) = asked.folder, dump.dumped(asked.dump)
     written = (x for each in every for x in (each.tensors, each.answers))
     _tell_size(asked, written, counted(len(every), "call"), "layers")
     store.check_writable(folder)
