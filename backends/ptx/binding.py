@@ -182,6 +182,23 @@ def _shuffle(at: Instruction, match: _Match) -> Run:
     return shuffle
 
 
+def _reduction(at: Instruction, match: _Match) -> Run:
+    """Bind `redux.sync`: the largest or smallest number of a warp, without NaN."""
+    write, function = writer(at.operands[0], at), OPERATIONS[f"{match[1]}.{match[2]}"]
+    read, members = reader(at.operands[1], match[2], at), reader(at.operands[2], "u32", at)
+
+    def reduce(threads: Threads, mask: Array) -> None:
+        threads.warps(mask, at)
+        if (mask & (members(threads) != 2**32 - 1)).any():
+            raise at.refused()
+        lanes = threads.full(read(threads)).reshape(threads.shape[0], -1, WARP)
+        while lanes.shape[-1] > 1:
+            lanes = function.compute(lanes[..., ::2], lanes[..., 1::2])
+        write(threads, 0, np.repeat(lanes, WARP, -1).reshape(threads.shape), mask)
+
+    return reduce
+
+
 def _matrices(at: Instruction, match: _Match) -> Run:
     count, write, place = int(match[1]), writer(at.operands[0], at), place_of(at.operands[1], at)
 
@@ -236,6 +253,7 @@ _BINDERS: Mapping[str, Callable[[Instruction, _Match], Run]] = {
     r"cp\.async\.(commit_group|wait_group)": _of_copies,
     r"bar\.warp\.sync": _barrier,
     r"shfl\.sync\.(bfly|idx|up|down)\.b32": _shuffle,
+    r"redux\.sync\.(max|min)\.(f32|s32|u32)": _reduction,
     r"ldmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16": _matrices,
     r"stmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16": _stored_matrices,
     **OF_WARPGROUPS,

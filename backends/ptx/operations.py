@@ -132,6 +132,12 @@ def _cast(x: Array, *, dtype: np.dtype[Any]) -> Array:
     return x.astype(dtype)
 
 
+def _cut_off(x: Array, *, dtype: np.dtype[Any]) -> Array:
+    """Round to an integer toward zero, to the nearest there is; NaN is 0."""
+    limits = np.iinfo(dtype)
+    return np.where(np.isnan(x), 0, np.clip(x.astype(np.float64), limits.min, limits.max)).astype(dtype)
+
+
 def _conversions() -> Iterator[tuple[str, Operation]]:
     """Yield the variants of `cvt`."""
     integers = [f"{kind}{bits}" for kind in "su" for bits in (8, 16, 32, 64)]
@@ -139,6 +145,8 @@ def _conversions() -> Iterator[tuple[str, Operation]]:
         yield f"cvt.{to}.{of}", Operation(partial(_cast, dtype=TYPES[to]), (of,))
     for to, of in product(("f32", "f64"), integers):
         yield f"cvt.rn.{to}.{of}", Operation(partial(_cast, dtype=TYPES[to]), (of,))
+    for to in ("s8", "s16", "s32"):
+        yield f"cvt.rzi.{to}.f32", Operation(partial(_cut_off, dtype=TYPES[to]), ("f32",))
     for narrow in ("f16", "bf16"):
         yield f"cvt.f32.{narrow}", Operation(partial(_cast, dtype=_F32), (narrow,))
         yield f"cvt.rn.{narrow}.f32", Operation(partial(converted, to=TYPES[narrow]), ("f32",))
@@ -158,6 +166,8 @@ _ROWS: tuple[tuple[str, str, Callable[..., Any], str], ...] = (
     ("add", f"{_INTEGERS} {_FP32} {_NARROW}", np.add, "T"),
     ("add", "rm.f32 rm.ftz.f32 rm.f32x2", _downward, "T"),
     ("sub", f"{_INTEGERS} {_FP32} {_NARROW}", np.subtract, "T"),
+    ("add", "rn.f32.f16 rn.f32.bf16", lambda x, y: x.astype(_F32) + y, "T f32"),
+    ("sub", "rn.f32.f16 rn.f32.bf16", lambda x, y: x.astype(_F32) - y, "T f32"),
     ("mul", f"{_FP32} {_NARROW}", np.multiply, "T"),
     ("mul.lo", _INTEGERS, np.multiply, "T"),
     ("mul.hi", "s32 u32", lambda x, y: (_doubled(x, y) >> 32).astype(x.dtype), "T"),

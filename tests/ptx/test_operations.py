@@ -166,6 +166,23 @@ def test_a_sum_is_rounded_downward() -> None:
     assert str(OPERATIONS["add.rm.f32"].compute(*infinite).tolist()) == "[inf, -inf, nan]"
 
 
+@pytest.mark.parametrize("kind", ["s8", "s16", "s32"])
+def test_numbers_are_cut_off_to_integers_within_their_range(kind: str) -> None:
+    x = np.concatenate(
+        [patterns("b32", 1).view(np.float32), np.array([2.9, -2.9, np.inf, -np.inf, np.nan], np.float32)]
+    )
+    size = 8 * TYPES[kind].itemsize - 1
+    cut = [math.trunc(each) if math.isfinite(each) else each for each in x.tolist()]
+    expected = [0 if math.isnan(each) else max(-(2.0**size), min(2.0**size - 1, each)) for each in cut]
+    assert OPERATIONS[f"cvt.rzi.{kind}.f32"].compute(x).tolist() == expected
+
+
+def test_a_narrow_number_less_a_wide_one_is_rounded_once() -> None:
+    x, y = np.array([1.5, -3], TYPES["bf16"]), np.array([2**-24, 1], np.float32)
+    assert OPERATIONS["sub.rn.f32.bf16"].compute(x, y).tolist() == [np.float32(1.5 - 2**-24), -4]
+    assert OPERATIONS["add.rn.f32.bf16"].compute(x, y).tolist() == [1.5, -2]
+
+
 def test_divisions_are_correctly_rounded_or_within_two_ulp() -> None:
     x, y = (np.random.default_rng(seed).uniform(1, 2, SOME).astype(np.float32) for seed in (1, 2))
     scale = np.float32(2.0) ** np.random.default_rng(3).integers(-125, 125, SOME).astype(np.float32)

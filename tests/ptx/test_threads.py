@@ -108,6 +108,8 @@ def test_a_matrix_that_nobody_wrote_is_nan_and_lanes_vote(executed: Executed) ->
     """Who multiplies rows beyond the end of a tensor need not keep the products."""
     loaded = "shl.b32 %r3, %r0, 4; ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r2}, [%r3];"
     assert executed(loaded, threads=32).tolist() == [-1] * 32
+    largest = "cvt.rn.f32.s32 %r3, %r0; redux.sync.max.f32 %r3, %r3, -1; cvt.rzi.s32.f32 %r2, %r3;"
+    assert executed(largest).tolist() == [31] * 32 + [63] * 32
     voted = "and.b32 %r3, %r0, 33; setp.eq.s32 %p0, %r3, 33; vote.sync.ballot.b32 %r2, %p0, -1;"
     assert executed(voted).tolist() == [0] * 32 + [0xAAAAAAAA - 2**32] * 32
 

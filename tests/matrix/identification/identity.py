@@ -248,11 +248,16 @@ def _in_other_shapes(probed: ProbedKernel, plan: Declaration, tell: Callable[[st
 
 
 def _elsewhere(answer: DesignedOutput, plan: Declaration, fmt: Format, keys: Collection[str]) -> Elsewhere | None:
-    """Return the nearest of the plan's changes where a kernel does not follow the plan; None where it does."""
+    """Return one of the plan's changes where a kernel does not follow the plan; None where it does.
+
+    The plan without one of its roundings, if that explains the input, else the nearest change.
+    """
     share = 1.0 - answer.missed(plan)
     if share >= FOLLOWED:
         return None
-    nearest = min((rival for _, rival in changes(plan, fmt, keys)), key=answer.missed, default=plan)
+    fewer = space.without_one(plan, fmt) if keys == space.QUICK else ()
+    nearest = next((rival for rival in fewer if answer.missed(rival) <= 1.0 - FOLLOWED), None)
+    nearest = nearest or min((rival for _, rival in changes(plan, fmt, keys)), key=answer.missed, default=plan)
     return Elsewhere(share, text(nearest) if answer.missed(nearest) <= 1.0 - FOLLOWED else None)
 
 
