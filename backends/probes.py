@@ -106,8 +106,15 @@ def _sums() -> Mapping[float, Tensor]:
     edge[1:3, :2] = torch.tensor([[smallest, smallest / 2], [smallest / 2, smallest]])
     edge[3, [0, 2, 4]] = torch.tensor([1.5 * smallest, -smallest, smallest])
     tails = [_tails(neighbour) for neighbour in (-1.0, 2.0 ** -(BF16.mantissa_bits + 1))]
-    # The factor makes subnormal products of normal operands.
-    return {1.0: torch.cat([_masks(_SIZE), *tails, edge]), 1.0 / _LARGE: edge * _LARGE}
+    # A sum of 0, unless its first product is rounded to bf16, of which it is no number.
+    rounded = torch.zeros(1, _SIZE)
+    rounded[0, :3] = torch.tensor([1.5, -1.0, -0.5])
+    # The second factor makes subnormal products of normal operands.
+    return {
+        1.0: torch.cat([_masks(_SIZE), *tails, edge]),
+        1.0 / _LARGE: edge * _LARGE,
+        1.0 + 2.0**-BF16.mantissa_bits: rounded,
+    }
 
 
 def _masks(terms: int) -> Tensor:
