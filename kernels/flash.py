@@ -510,7 +510,10 @@ class _Tape(_Tiled):
             self.add(total, added[:, member::groups], cast, first=first and not member)
 
     def add(self, total: Tensor, added: Tensor, cast: Cast, *, first: bool) -> None:
-        torch.add(added, 0.0 if first else total, out=total)  # the first to 0, which nobody has filled it with
+        if first:  # to 0, which nobody has filled it with
+            total.copy_(added).add_(0.0)
+        else:
+            total.add_(added)
         if cast.narrows:
             total.copy_(self.arithmetic.cast(total, cast))
 

@@ -350,7 +350,7 @@ def test_modules_beside_a_file_packages_and_the_only_function_of_a_file_are_foun
         ("./folder", "a folder: "),
         ("folder/:attention", "a folder: "),
         ("folder:attention", "a folder: "),
-        ("flash_atn", "no adapter 'flash_atn': did you mean flash_attn? known are aiter, fla, "),
+        ("flash_atn", "no adapter 'flash_atn': did you mean flash_attn? known are aiter, "),
         ("hf:flash", "no adapter 'hf:flash': "),
         ("mine", "xformers; one of your own is path/to/file.py:function"),
         ("no_such_package.module:f", "ModuleNotFoundError"),

@@ -244,7 +244,10 @@ def test_plans_that_nobody_ships_are_known_and_not_accepted() -> None:
     refused = {text: plan for text, plan in plans.items() if text not in accepted(plans, formats)}
     of_8_bits = {text for text in refused if text.startswith("flash@fused_fp8")}
     assert of_8_bits == refused.keys() & accepted(plans, replace(formats, v=FP8_E4M3)).keys() != set()
-    rules = {plan.shift_rule.name for text, plan in refused.items() if text not in of_8_bits}
+    # A narrow sum, term after term, is a runtime's: no reason to accept it of a kernel that does not declare it.
+    narrow = {text for text, plan in refused.items() if "l=input/1" in text or plan.plan.o_bar.fmt is FP16}
+    assert len(narrow) == 2
+    rules = {plan.shift_rule.name for text, plan in refused.items() if text not in of_8_bits | narrow}
     assert rules == {name for name, rule in SHIFT_RULES.items() if not rule.accepted} - {"as_printed_v1"}
     assert {"always_scaled", "gamma", "fixed_offset", "as_printed_v2"} <= rules
 
