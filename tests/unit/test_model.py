@@ -1,6 +1,7 @@
 """`tiebreak model`: a model's attention through kernels, on a model of two heads of which one has a sink."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -97,7 +98,10 @@ def test_the_head_that_has_a_sink_is_named_for_the_kernel_that_it_biases(
     assert "a P above 0.9 in 50.00 %" in rows
     assert "layer 0, head 1 (attend): " in most
     assert "a P above 0.9 in 100.00 %" in most
-    assert bias.startswith("  bias there  flash@paper -0.5000 +- 0.0000, flash@fused ")
+    # O errs by 2^-8: half an ulp of 1, or one of what lies just below it, as the exact O comes out in fp64.
+    biased = re.match(r"  bias there  flash@paper (-\S+) \+- 0\.0000, flash@fused ", bias)
+    assert biased is not None
+    assert biased[1] in ("-0.5000", "-1.0000")
     assert model.main(words[:-1]) == 0
     assert capsys.readouterr().out.startswith("PASS: ")
 
@@ -117,7 +121,7 @@ def test_a_table_and_json_have_each_kernel_and_head(
     data = json.loads(text)
     assert [head["verdict"]["flash@paper"] for head in data["heads"]] == ["unbiased", "biased"]
     assert data["heads"][1]["rows"]["a P above 0.9"] == 1.0
-    assert data["heads"][1]["bias"]["flash@paper"]["mean"] == pytest.approx(-0.5, abs=0.01)
+    assert data["heads"][1]["bias"]["flash@paper"]["mean"] in (pytest.approx(-0.5), pytest.approx(-1.0))
 
 
 def test_few_sequences_tell_nothing_and_what_is_not_told_is_not_fair(
