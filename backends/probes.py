@@ -106,7 +106,7 @@ def _sums() -> Mapping[float, Tensor]:
     edge[1:3, :2] = torch.tensor([[smallest, smallest / 2], [smallest / 2, smallest]])
     edge[3, [0, 2, 4]] = torch.tensor([1.5 * smallest, -smallest, smallest])
     tails = [_tails(neighbour) for neighbour in (-1.0, 2.0 ** -(BF16.mantissa_bits + 1))]
-    # A sum of 0, unless its first product is rounded to bf16, of which it is no number.
+    # The sum is 0, unless the first product, which bf16 can't hold, is rounded to it.
     rounded = torch.zeros(1, _SIZE)
     rounded[0, :3] = torch.tensor([1.5, -1.0, -0.5])
     # The second factor makes subnormal products of normal operands.

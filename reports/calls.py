@@ -53,7 +53,7 @@ class Calls(FileData, frozen=True):
     layout: str  # order of dimensions of q, k, v, do, and so of o: b batch, h heads, n tokens, d head dimension
     raw: bool  # tensors are files of bytes, ID.NAME.bin, and not ID.in.safetensors
     calls: tuple[StoredCall, ...]  # in the order in which they were recorded
-    files: Mapping[str, str]  # captured tensors of an engine's dump, in the place of ID.in.safetensors: their SHA-256
+    files: Mapping[str, str]  # SHA-256 of the captured tensors that hold the inputs of an engine's dump
     digest: str  # SHA-256 of all that stands before
 
     @property

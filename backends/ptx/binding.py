@@ -119,7 +119,8 @@ def _access(at: Instruction, match: _Match) -> Run:
 def _parameter(at: Instruction, match: _Match) -> Run:
     write, address, dtype = writer(at.operands[0], at), at.operands[1], TYPES[match[1]]
     count = len(names_of(at.operands[0]))
-    assert isinstance(address, Address)
+    if not isinstance(address, Address):
+        raise at.refused()
 
     def load(threads: Threads, mask: Array) -> None:
         held = threads.parameters.get(address.base, bytes(8))  # scratch memory is never used

@@ -47,7 +47,7 @@ class Program:
             threads = Threads(launch, blocks, self._granule)
             given = [x if isinstance(x, bytes) else (x % 2**64).to_bytes(8, "little") for x in launch.arguments]
             threads.parameters = dict(zip(self._parameters, given, strict=False))
-            for name, held in threads.parameters.items():  # in the place of its address
+            for name, held in threads.parameters.items():  # where code takes its address
                 threads.put(name, 8, np.frombuffer(held.ljust(8, b"\0"), np.uint64, 1)[None], threads.everyone)
             with np.errstate(all="ignore"):
                 self._execute(threads)

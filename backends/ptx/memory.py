@@ -21,7 +21,7 @@ _EVERYONE = 1 << 10  # instead of a warp: several warps
 # A history is a number: from the right who (a lane, 6 bits, and a warp, 11), the phase of the warp and of the block.
 _OF_WARP, _PHASE_OF_WARP, _PHASE = 6, 17, 40
 _NOBODY, _ORDERED = -1, -2  # an mbarrier orders it
-_BY_BARRIER = 1 << 30  # in the place of a group of copies: who waits for an mbarrier has it
+_BY_BARRIER = 1 << 30  # instead of the number of a group of copies: whoever has waited for the mbarrier has what came
 
 
 class SharedMemoryError(RuntimeError):

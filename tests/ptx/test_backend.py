@@ -47,7 +47,7 @@ def test_a_users_triton_kernel_is_judged() -> None:
 
 @pytest.mark.parametrize("kernel", ["triton_flash", "triton_paper"])
 def test_the_suites_kernel_has_the_interpreters_bits_forward_and_backward(kernel: str) -> None:
-    """Of `paper` the gradients are fp32, so that they show the order in which delta was summed."""
+    """The plan `paper` leaves gradients in fp32, so they show the order in which delta was summed."""
     inputs = CASES["random"].make(3, 0, 2, BF16)
     ours, theirs = (
         backend.run(backend.kernel(kernel), inputs, gradients=True) for backend in (PTX, INTERPRETER.assuming("sm_80"))

@@ -205,7 +205,7 @@ def test_a_kernel_of_descriptors_has_the_interpreters_bits(card: str, dtype: tor
 
 @pytest.mark.parametrize("card", ["sm_90", "sm_100"])
 def test_what_is_left_out_around_a_copy_is_missed(card: str, boxes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What orders a copy and the products around it, each kind once; a wait is then taken for done."""
+    """Leave out each thing that orders a copy and the products around it, once; a wait is then taken for done."""
     texts: list[str] = []
 
     def kept(text: str, card: str) -> Program:

@@ -166,7 +166,7 @@ def coarse_throughout(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tenso
 
 @cache
 def _bench(heads: int) -> Workbench:
-    """What kernels share of one case: its inputs, and what all plans make of them."""
+    """The part of one case that kernels share: its inputs, and the outputs of all plans."""
     return Workbench(Settings(seed=2, heads=heads))
 
 

@@ -560,7 +560,7 @@ def _numbers(content: bytes, good: Path) -> list[torch.Tensor]:
 
 
 def _told(content: bytes, name: str) -> tuple[Any, bytes]:
-    """What the JSON of a file says, wherever it has spaces, and the bytes behind it."""
+    """Return the JSON of a file, without its spaces, and the bytes behind it."""
     start = 0 if name == MANIFEST else 8
     end = start + int.from_bytes(content[:8], "little") if start else len(content)
     return json.loads(content[start:end]), content[end:]

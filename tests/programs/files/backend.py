@@ -73,7 +73,7 @@ class CallFolder:
 
     @cached_property
     def stated(self) -> dict[str, Any]:
-        """What device.json says; UsageError: it is no object, or its products or declared words are none."""
+        """The content of device.json; UsageError: it is not an object, or `products` or `declare` has another type."""
         path = self.path / DEVICE
         try:
             said = json.loads(path.read_bytes()) if path.exists() else {}

@@ -92,7 +92,7 @@ class Dumped:
 
 
 class _WrongError(Exception):
-    """What is wrong with a mapping or with what it names, in one line."""
+    """A mapping, or a file that it names, is wrong; the message says how, in one line."""
 
 
 def dumped(path: Path) -> tuple[Mapped, list[Dumped]]:
