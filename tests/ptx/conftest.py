@@ -1,6 +1,9 @@
 """Kernels in PTX, and kernels in Triton that are compiled to it, executed."""
 
 from collections.abc import Callable
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -33,6 +36,21 @@ KERNEL = """
 }}
 """
 Executed = Callable[..., Any]
+
+
+@pytest.fixture(scope="session")
+def module_at() -> Callable[[Path], ModuleType]:
+    """Return what executes a file as a module of its own."""
+
+    def loaded(path: Path) -> ModuleType:
+        spec = spec_from_file_location(path.stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return loaded
 
 
 @pytest.fixture

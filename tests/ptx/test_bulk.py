@@ -1,9 +1,9 @@
 """Copies of boxes, the barriers that they and roles of warps meet at, and a user's kernel that has its tensors so."""
 
 import re
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -178,14 +178,8 @@ def test_roles_of_warps_meet_at_barriers_by_number(old: str, new: str, message: 
 
 
 @pytest.fixture(scope="module")
-def boxes() -> Any:
-    path = Path(__file__).with_name("few_boxes.py")
-    spec = spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def boxes(module_at: Callable[[Path], Any]) -> Any:
+    return module_at(Path(__file__).with_name("few_boxes.py"))
 
 
 def inputs(dtype: torch.dtype, keys: int = 128) -> list[torch.Tensor]:

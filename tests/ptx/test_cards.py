@@ -1,7 +1,7 @@
 """A user's kernel on several cards and in several configurations: its bits in fp32, against the interpreter's."""
 
 import re
-from importlib.util import module_from_spec, spec_from_file_location
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,7 +24,7 @@ SHAPE = (1, 2, 64, 64)
 
 
 @pytest.fixture
-def mine(tmp_path: Path) -> Any:
+def mine(tmp_path: Path, module_at: Callable[[Path], ModuleType]) -> Any:
     """The kernel of a few lines, its O in fp32, with more words of a launch and another sum of a row."""
 
     def loaded(row_sum: str = ROW_SUM, launch: str = "") -> ModuleType:
@@ -34,12 +34,7 @@ def mine(tmp_path: Path) -> Any:
         text = text.replace("torch.empty_like(q)", "torch.empty_like(q, dtype=torch.float32)")
         path = tmp_path / f"few_lines_{len(list(tmp_path.iterdir()))}.py"
         path.write_text(text)
-        spec = spec_from_file_location(path.stem, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
+        return module_at(path)
 
     return loaded
 
