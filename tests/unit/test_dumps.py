@@ -448,6 +448,18 @@ def test_what_exact_attention_makes_of_own_inputs_is_no_difference_of_engines(
     assert abs(found.calls[0].lse.mean or 1.0) < 1e-5
 
 
+def test_engines_whose_values_are_all_0_as_in_a_run_that_warms_up_are_a_pair(tmp_path: Path) -> None:
+    folders = []
+    for apart in (0.0, 0.1):
+        sequences = made([(40, 40)] * 4, apart=apart)
+        for each in sequences:
+            each["v"].zero_()
+            each["o"].zero_()
+        folders.append(str(exported(tmp_path / str(apart), in_rows, sequences)))
+    found = pair(*folders)
+    assert (found.severity, list(found.calls[0].inputs)) == (SAME, ["q"])
+
+
 def test_an_engine_is_held_against_a_kernel_that_is_here_and_a_damaged_one_is_refused(
     engines: Mapping[str, str], tmp_path: Path
 ) -> None:

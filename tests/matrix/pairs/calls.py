@@ -200,8 +200,12 @@ class PairedCall:
     def _inputs_apart(self) -> dict[str, float]:
         """Return the rms difference of q, k and v of both sides, as a share of A's, where it is not 0."""
         a, b = ([getattr(bench.batch(0).inputs, part).double() for part in "qkv"] for bench in self.benches)
-        squares = {part: (y - x).square().mean() / x.square().mean() for part, x, y in zip("qkv", a, b, strict=True)}
-        return {part: square.sqrt().item() for part, square in squares.items() if square}
+        squares = {
+            part: (y - x).square().mean() / (x.square().mean() or y.square().mean())
+            for part, x, y in zip("qkv", a, b, strict=True)
+            if not torch.equal(x, y)
+        }
+        return {part: square.sqrt().item() for part, square in squares.items()}
 
     def _lse_apart(self) -> Estimate | None:
         """Return the mean difference of the log-sum-exp, B less A less that of the exact ones; None: one has none."""
