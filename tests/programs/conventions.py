@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="tiebreak conventions", description="What masks, sinks and biases mean to kernels.")
+    parser = Parser(prog="tiebreak conventions", description="Tell what masks, sinks and biases mean to a kernel.")
     parser.add_argument("targets", nargs="+", metavar="TARGET", help=EXPECTED.removeprefix("expected "))
     parser.add_argument("--backend", default="cpu", metavar="NAME", help="where they run (default: cpu)")
     parser.add_argument("--declare", action="append", default=[], metavar="WORD=VALUE", help="as of tiebreak check")

@@ -28,11 +28,11 @@ def main(arguments: Sequence[str]) -> int:
     parser = Parser(
         prog="tiebreak judge",
         description="Judge the outputs that another program wrote for the calls in a folder of tiebreak export, as"
-        " tiebreak check judges a kernel that it can call. All else that is given is an option of tiebreak check.",
+        " tiebreak check judges a kernel that it can call. It takes the options of tiebreak check, too.",
         allow_abbrev=False,
     )
-    parser.add_argument("folder", type=Path, help="that tiebreak export wrote, with outputs in it")
-    parser.add_argument("--name", help="of the kernel, in tables and verdict (default: that of the folder)")
+    parser.add_argument("folder", type=Path, help="the folder that tiebreak export wrote, with outputs in it")
+    parser.add_argument("--name", help="what tables and verdict call the kernel (default: the name of the folder)")
     own, rest = parser.parse_known_args(arguments)
     backend.opened.cache_clear()
     folder = backend.opened(str(own.folder))
