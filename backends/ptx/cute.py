@@ -26,6 +26,7 @@ from tiebreak.kernels.kernel import CannotRunError, OutOfBoundsError
 
 _MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148}  # a persistent kernel's grid goes by them
 _SUFFIX = {"sm_90": "a", "sm_100": "a", "sm_120": "a"}  # of the target that has a card's own instructions
+_CLUSTER = 4  # the number of cudaLaunchAttributeClusterDimension
 _POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\((.*?)\)", re.DOTALL)
 _PARAMETER = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.[a-z]+(\d+)\s+[\w$]+(?:\[(\d+)\])?")
@@ -96,6 +97,12 @@ class _Driver:
         try:  # an error can't go through code that is not Python's
             x, y, z, *block, shared = (ctypes.c_uint * 7).from_address(config)  # a cudaLaunchConfig_t
             (name, text), maps, bits = self._kernels[kernel - 1], list[TensorMap](), list[bytes]()
+            program = _program(text, self._card)
+            attributes, some = (ctypes.c_uint64 * 2).from_address(config + 40)
+            for at in range(attributes, attributes + 72 * (some & 0xFFFFFFFF), 72):
+                number, _, *cluster = (ctypes.c_uint * 5).from_address(at)
+                if number == _CLUSTER and math.prod(cluster) > 1:
+                    raise CannotRunError("clusters of blocks are not executed here")
             signature = next(entry[2] for entry in _ENTRY.finditer(text) if entry[1] == name)
             for number, (align, width, count) in enumerate(_PARAMETER.findall(signature)):
                 place = ctypes.c_uint64.from_address(parameters + 8 * number).value
@@ -105,7 +112,7 @@ class _Driver:
                     held = (len(maps) - 1).to_bytes(8, "little")
                 bits.append(held)
             memory = KernelMemory(name, tuple(arguments_of({"an argument": self.tensors})))
-            _program(text, self._card).run(Launch((x, y, z), math.prod(block), shared, bits, memory, maps))
+            program.run(Launch((x, y, z), math.prod(block), shared, bits, memory, maps))
         except Exception as error:  # whatever a program raises
             self.error = error
             return 1
@@ -139,7 +146,13 @@ def launching(card: str) -> Iterator[None]:
     with ExitStack() as stack:
         folder = stack.enter_context(TemporaryDirectory())
         stack.enter_context(
-            patch.multiple(environment, arch=card + _SUFFIX.get(card, ""), keep_ptx=True, dump_dir=folder)
+            patch.multiple(
+                environment,
+                arch=card + _SUFFIX.get(card, ""),
+                keep_ptx=True,
+                dump_dir=folder,
+                enable_tvm_ffi=True,  # by which alone a tensor can be on another device
+            )
         )
         named = {"FLASH_ATTENTION_ARCH": card, "FLASH_ATTENTION_NUM_SMS": str(count)}
         stack.enter_context(patch.dict(os.environ, named))
