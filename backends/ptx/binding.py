@@ -55,7 +55,7 @@ def _independent(run: Sequence[Instruction], at: Instruction) -> bool:
 
 def _effect(run: Sequence[Instruction], card: str) -> Run | None:
     at = run[0]
-    if at.opcode in ("bra", "bra.uni", "ret"):
+    if at.branches or at.opcode == "ret":
         return None
     for pattern, binder in _BINDERS.items():
         if match := re.fullmatch(pattern, at.opcode):

@@ -53,6 +53,22 @@ def test_who_comes_early_to_a_barrier_waits_for_who_stands_behind_it_in_the_text
     assert executed(body).tolist() == [*range(107, 139), *range(107, 139)]
 
 
+BRANCHES = """and.b32 %r3, %r0, 3; mov.b32 %r2, 0;
+    $T: .branchtargets
+        $L1,
+        $L2, $L3, $L1;
+    brx.idx %r3, $T;
+    $L1: add.s32 %r2, %r2, 100; bra $L3;
+    $L2: add.s32 %r2, %r2, 7;
+    $L3: bar.sync 0;"""
+
+
+def test_a_table_says_where_each_thread_goes(executed: Executed) -> None:
+    assert executed(BRANCHES).tolist() == [100, 7, 0, 100] * 16
+    with pytest.raises(CannotRunError, match=r"instruction brx\.idx"):
+        executed(BRANCHES.replace("$L3, $L1", "$L3"))
+
+
 @pytest.mark.parametrize(
     ("body", "sources"),
     [
