@@ -58,8 +58,10 @@ def _compiling(run: Callable[..., Any]) -> Callable[..., Any]:
     def compiling(self: Any, *args: object, **kwargs: object) -> Any:
         try:
             return run(self, *args, **kwargs)
-        except CompilationError as error:
-            reason = [line.strip() for line in str(error).splitlines() if line.strip()][-1]
+        except (CompilationError, RuntimeError) as error:
+            reason = next(filter(None, map(str.strip, reversed(str(error).splitlines()))), "")
+            if not isinstance(error, CompilationError) and "PassManager" not in reason:
+                raise
             raise CannotRunError(f"Triton does not compile it for this card: {reason}") from error
 
     return compiling
