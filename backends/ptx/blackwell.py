@@ -155,10 +155,9 @@ def _product(at: Instruction, match: _Match) -> Run:
         if keeps.any():
             kept = Spot(*(x[keeps] if len(x) == len(keeps) else x for x in to))
             sums[keeps] = threads.tensor.take(kept, phase[keeps], group[keeps], at).view(np.float32)
-        which = np.repeat(np.arange(len(block)), m // 16)
-        left, sums = left.reshape(-1, 16, k), sums.reshape(-1, 16, n)
-        made = multiplied(left, right.swapaxes(1, 2), which, sums, core).reshape(-1, m, n)
-        threads.tensor.bring(to, made.view(np.uint32), group)
+        pairs = np.arange(len(block) * m // 16), np.repeat(np.arange(len(block)), m // 16)
+        made = multiplied(left.reshape(-1, 16, k), right, pairs, sums.reshape(-1, 16, n), core)
+        threads.tensor.bring(to, made.reshape(-1, m, n).view(np.uint32), group)
 
     return multiply
 

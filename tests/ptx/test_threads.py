@@ -120,6 +120,32 @@ def test_a_race_and_a_word_that_nobody_wrote_are_errors_that_name_the_instructio
         executed(body)
 
 
+LAST = "mov.u32 %r9, %ctaid.x; setp.eq.s32 %p8, %r9, 2;"  # of three blocks
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (f"{WRITE} {LAST} @%p8 bra $L9; bar.sync 0; $L9: {OTHER_WARP}", "reads what another thread wrote"),
+        (f"{WRITE} bar.sync 0; {READ} {LAST} @!%p8 bra $L9; {WRITE} $L9:", "writes what another thread read"),
+        (f"{LAST} @!%p8 st.shared.b32 [%r1], %r0; ld.shared.b32 %r2, [%r1];", "reads what no thread has written"),
+        (f"{COPY} {LAST} @%p8 bra $L9; {WAIT} $L9: ld.shared.b32 %r2, [%r1];", "reads what an asynchronous copy"),
+    ],
+)
+def test_what_one_block_alone_does_wrong_is_missed(body: str, message: str, executed: Executed) -> None:
+    """Blocks run together, and those that do the same have one history."""
+    executed(body, blocks=2)
+    with pytest.raises(SharedMemoryError, match=message):
+        executed(body, blocks=3)
+
+
+def test_a_block_may_go_another_way_than_its_like(executed: Executed) -> None:
+    body = f"{WRITE} bar.sync 0; {LAST} mov.b32 %r2, %r0; @!%p8 bra $L9; xor.b32 %r3, %r1, 8; bar.sync 0;"
+    assert (
+        executed(f"{body} st.shared.b32 [%r3], %r0; bar.sync 0; $L9: {READ}", blocks=3).tolist() == (LANES ^ 3).tolist()
+    )
+
+
 def test_a_matrix_that_nobody_wrote_is_nan_and_lanes_vote(executed: Executed) -> None:
     """Who multiplies rows beyond the end of a tensor need not keep the products."""
     loaded = "shl.b32 %r3, %r0, 4; ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r2}, [%r3];"
