@@ -14,7 +14,7 @@ from tiebreak.backends.ptx.memory import WARP
 from tiebreak.backends.ptx.operands import Run, names_of, place_of, reader, writer
 from tiebreak.backends.ptx.operations import OPERATIONS, TYPES
 from tiebreak.backends.ptx.parsing import Address, Instruction
-from tiebreak.backends.ptx.products import load_matrices, matrix_rows, product_of
+from tiebreak.backends.ptx.products import load_matrices, matrix_rows, multiplied, product_of
 from tiebreak.backends.ptx.threads import Threads
 from tiebreak.backends.ptx.warpgroups import BINDERS as OF_WARPGROUPS
 
@@ -55,7 +55,7 @@ def _independent(run: Sequence[Instruction], at: Instruction) -> bool:
 
 def _effect(run: Sequence[Instruction], card: str) -> Run | None:
     at = run[0]
-    if at.opcode in ("bra", "bra.uni", "ret"):
+    if at.branches or at.opcode == "ret":
         return None
     for pattern, binder in _BINDERS.items():
         if match := re.fullmatch(pattern, at.opcode):
@@ -228,17 +228,25 @@ def _stored_matrices(at: Instruction, match: _Match) -> Run:
 
 
 def _products(run: Sequence[Instruction], card: str) -> Run:
-    """Bind some `mma.sync` of one kind."""
+    """Bind some `mma.sync` of one kind, of which several have one A or one B."""
     product, writes = product_of(run[0], card), [writer(at.operands[0], at) for at in run]
-    # Of A, B and C: every instruction's registers.
-    reads = [[[reader(name, "u32", at) for name in names_of(at.operands[of])] for at in run] for of in (1, 2, 3)]
+    names = [[names_of(at.operands[of]) for at in run] for of in (1, 2, 3)]
+    once = [list(dict.fromkeys(operands)) for operands in names[:2]]
+    which = [np.array([some.index(name) for name in operands]) for some, operands in zip(once, names, strict=False)]
+    reads = [[[reader(name, "u32", run[0]) for name in each] for each in some] for some in (*once, names[2])]
 
     def multiply(threads: Threads, mask: Array) -> None:
         threads.warps(mask, run[0])
-        held = [np.array([[threads.full(read(threads)) for read in each] for each in operand]) for operand in reads]
-        sums = product(*(np.moveaxis(x, 1, -1) for x in held))
-        for number, write in np.ndindex(sums.shape[-1], len(run)):
-            writes[write](threads, number, np.ascontiguousarray(sums[write, ..., number]), mask)
+        left, right, sums = (
+            np.concatenate([take([threads.full(read(threads)) for read in each]) for each in some])
+            for take, some in zip((product.left, product.right, product.sums), reads, strict=True)
+        )
+        warps = len(sums) // len(run)
+        of_left, of_right = ((warps * each[:, None] + np.arange(warps)).ravel() for each in which)
+        d = multiplied(left, right, (of_left, of_right), sums, product.core)
+        for write, made in zip(writes, np.split(d, len(run)), strict=True):
+            for number, value in enumerate(product.registers(made, threads.shape)):
+                write(threads, number, value, mask)
 
     return multiply
 

@@ -65,7 +65,7 @@ class Threads:
         # Special Registers.
         self._registers: dict[str, Array] = {"%tid.x": thread, "%laneid": thread % WARP}
         for axis, size, along in zip("xyz", launch.grid, np.unravel_index(blocks, launch.grid, "F"), strict=True):
-            self._registers[f"%ctaid.{axis}"] = along.astype(np.uint32)
+            self._registers |= dict.fromkeys((f"%ctaid.{axis}", f"%clusterid.{axis}"), along.astype(np.uint32))
             self._registers[f"%nctaid.{axis}"] = np.full((1, 1), size, np.uint32)
 
     def guarded(self, active: Array, at: Instruction) -> Array:

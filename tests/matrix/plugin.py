@@ -69,7 +69,7 @@ def _settings(config: pytest.Config) -> Settings:
         heads=heads,
         fair=bool(config.getoption("fair")),
         as_rounded=config.getoption("no_worse_than") == "rounded",
-        rules=bool(config.getoption("rules")),
+        rules=bool(config.getoption("rules", False)),
         cell_timeout=None if cell_timeout is None else float(cell_timeout),
         matrix=_cells_path(config),
     )

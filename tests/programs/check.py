@@ -39,11 +39,7 @@ _ALONE = (
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the verb `check`; see `tiebreak.reports.cli.main`.
-
-    Returns:
-        0 if nothing failed, 1 if something failed or is undecided, 2 on bad usage, 130 after Ctrl-C.
-    """
+    """Run the verb `check`; see `tiebreak.reports.cli.main`."""
     options = parsed(arguments)
     if options.configs:
         code: int = loaded("tiebreak.verbs", "configs")(arguments)

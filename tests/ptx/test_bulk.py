@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def test_a_box_lies_swizzled_in_shared_memory_and_is_stored_from_there(
         (LOAD + READ, "reads what an asynchronous copy is bringing"),
         (LOAD + WRITE, "writes what an asynchronous copy is bringing"),
         (LOAD + STORE, "reads what an asynchronous copy is bringing"),
-        (LOAD + WAIT.replace(", 0,", ", 1,") + READ, r"wait for one another: 64 at mbarrier\.try_wait"),
+        (LOAD + WAIT.replace(", 0,", ", -1,") + READ, r"wait for one another: 64 at mbarrier\.try_wait"),
         (WAIT.replace(", 0,", ", 1,") + LOAD + READ, "reads what an asynchronous copy is bringing"),
         (
             LOAD.replace(".expect_tx", "").replace(", BYTES", ", 1") + WAIT + READ,
@@ -195,6 +196,31 @@ def test_a_kernel_of_descriptors_has_the_interpreters_bits(card: str, dtype: tor
         compiled = boxes.attention(*given)
     with interpreting(CARDS[card]):
         assert torch.equal(boxes.attention(*given), compiled)
+
+
+@pytest.mark.skipif(not version("triton").startswith("3.9."), reason="roles of warps as Triton 3.9 compiles them")
+@pytest.mark.parametrize(("card", "queries"), [("sm_90", 64), ("sm_100", 128)])
+def test_warps_with_roles_of_their_own_have_the_interpreters_bits(
+    card: str, queries: int, boxes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One brings boxes and others multiply, or one asks for products and others take powers."""
+    parts: list[int] = []
+
+    def counted(text: str, card: str) -> Program:
+        parts.append(text.count("setmaxnreg.inc"))
+        return Program(text, card)
+
+    monkeypatch.setattr(session, "_program", counted)
+    q, k, v = inputs(torch.bfloat16, 192)
+    few = q[:, :, :queries]
+    with executing(card, SHARED[card]):
+        compiled = boxes.attention(few, k, v, parted=True)
+        if card == "sm_90":
+            with pytest.raises(CannotRunError, match="does not compile it for this card: PassManager"):
+                boxes.attention(q, k, v, parted=True)
+    assert parts[0] > 1
+    with interpreting(CARDS[card]):
+        assert torch.equal(boxes.attention(few, k, v), compiled)
 
 
 @pytest.mark.parametrize("card", ["sm_90", "sm_100"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tiebreak.backends.ptx import CARDS
-from tiebreak.backends.ptx.cute import _map_of
+from tiebreak.backends.ptx.driver import map_of
 from tiebreak.backends.ptx.session import executing
 from tiebreak.kernels.kernel import CannotRunError
 
@@ -33,11 +33,11 @@ K_128 = (
 def test_a_tensor_map_says_what_it_was_made_of(
     held: str, lengths: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int
 ) -> None:
-    found = _map_of(bytes.fromhex(held).ljust(128, b"\0"))
+    found = map_of(bytes.fromhex(held).ljust(128, b"\0"))
     assert (found.lengths, found.strides, found.box, found.swizzle) == (lengths, strides, box, swizzle)
     assert hex(found.start) in ("0x55b1926e8440", "0x55c2080d4e40", "0x55f16d1c9d40")
     with pytest.raises(CannotRunError, match="tensor map of another kind"):
-        _map_of(bytes.fromhex(held.replace("000032", "000033")).ljust(128, b"\0"))
+        map_of(bytes.fromhex(held.replace("000032", "000033")).ljust(128, b"\0"))
 
 
 @pytest.mark.skipif(find_spec("cutlass") is None, reason="FlashAttention-4 and CuTe DSL are not installed")

@@ -89,6 +89,15 @@ def test_integers_wrap_as_integers_of_any_size_taken_modulo_their_width(
         assert expected is None or result == wrapped(expected, kind), numbers
 
 
+@pytest.mark.parametrize(("name", "z"), [("mul.hi.u64", None), ("mad.wide.u16", "u32")])
+def test_both_halves_of_a_product(name: str, z: str | None) -> None:
+    kind = name.rpartition(".")[2]
+    operands = [patterns(each, seed) for seed, each in enumerate(filter(None, [kind, kind, z]), 1)]
+    found = OPERATIONS[name].compute(*operands)
+    for result, a, b, *addend in zip(found.tolist(), *(each.tolist() for each in operands), strict=True):
+        assert result == (wrapped(a * b + addend[0], z) if z else a * b >> 64)
+
+
 @pytest.mark.parametrize("kind", ["s32", "u32"])
 def test_whole_products_and_fields(kind: str) -> None:
     x, y = patterns(kind, 1), patterns(kind, 2)
