@@ -34,6 +34,7 @@ _TELL_EVERY = 0.5  # seconds between two words on how far it is
 _ALONE = (
     *("-c", os.devnull, "--noconftest", "--import-mode=importlib", "-q", "-p", "no:cacheprovider"),
     *("-p", "no:randomly", "-p", "no:cov", "-p", "no:rerunfailures", "-p", "no:timeout"),
+    *("-p", "no:unraisableexception"),  # it collects garbage twice, a fifth of a short run, for what nobody sees
 )
 
 
