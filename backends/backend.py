@@ -61,8 +61,7 @@ class Backend:
     def assuming(self, card: str) -> "Backend":
         """Return a backend that computes as an absent card would; itself, where the device is present.
 
-        Raises:
-            ValueError: nothing is known of such a card; one line with those that are.
+        ValueError: nothing is known of such a card; one line with those that are.
         """
         del card
         return self
@@ -96,11 +95,7 @@ class Backend:
         return (*(composed_kernel(name) for name in composed), *self.vendor_kernels())
 
     def kernel(self, name: str) -> Kernel:
-        """Return the kernel called `name`: one of the device's own, or any composed one.
-
-        Raises:
-            ValueError: the backend has no such kernel; the message lists what it has.
-        """
+        """Return the kernel called `name`: the device's own, or any composed one; ValueError lists what it has."""
         vendor = {kernel.name: kernel for kernel in self.vendor_kernels()}
         if name not in vendor and not self.composed:
             raise ValueError(f"unknown kernel {name!r}: {self.name} has {', '.join(vendor)}")
@@ -125,11 +120,7 @@ class Backend:
         return nullcontext(())
 
     def run(self, kernel: Kernel, inputs: AttentionInputs, *, gradients: bool) -> AttentionOutput:
-        """Run a kernel on the device and bring its output back to the host.
-
-        Raises:
-            Exception: whatever the kernel raises.
-        """
+        """Run a kernel on the device and bring its output back to the host; raises whatever the kernel raises."""
         with self.in_use() as assumed:
             output = kernel.compute(to_device(inputs, self.device), self.arithmetic, gradients)
             return replace(to_device(output, "cpu"), assumed="; ".join(sorted(assumed)))

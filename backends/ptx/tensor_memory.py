@@ -12,7 +12,8 @@ from tiebreak.backends.ptx.memory import WARP, SharedMemoryError
 from tiebreak.backends.ptx.parsing import Instruction
 
 LANES, COLUMNS, _HALF = 128, 512, WARP // 2
-_NOBODY = -1
+_NOBODY, _NAN = -1, np.uint32(2**32 - 1)
+_NO_WAIT = "reads what was stored, and no tcgen05.wait::st since"
 
 
 class Spot(NamedTuple):
@@ -41,15 +42,18 @@ class TensorMemory:
         self._brought, self._taken = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
 
     def load(self, spot: Spot, at: Instruction) -> Array:
-        """Return words for threads."""
-        self._refuse_unwritten(spot, at)
-        self._refuse(self._brought[spot.halves()] > 0, at, "reads what a product is bringing")
-        return self._at(spot)
+        """Return words for threads. Those that nobody has written are NaN: a loop that isn't entered may be begun."""
+        where = spot.halves()
+        self._refuse(self._storing[where], at, _NO_WAIT)
+        self._refuse(self._brought[where] > 0, at, "reads what a product is bringing")
+        return np.where((self._written[where] == _NOBODY).repeat(_HALF, 1), _NAN, self._at(spot))
 
     def take(self, spot: Spot, phases: Array, groups: Array, at: Instruction) -> Array:
         """Return words for a group of products, in a phase of their block."""
-        self._refuse_unwritten(spot, at)
-        stored = self._written[spot.halves()] == phases
+        where = spot.halves()
+        self._refuse(self._written[where] == _NOBODY, at, "reads what nobody has written")
+        self._refuse(self._storing[where], at, _NO_WAIT)
+        stored = self._written[where] == phases
         self._refuse(stored, at, "reads what other threads stored, and no barrier lies between")
         self._taken[spot.halves()] = groups
         return self._at(spot)
@@ -80,10 +84,6 @@ class TensorMemory:
     def _at(self, spot: Spot) -> Array:
         words: Array = self._words[spot]
         return words
-
-    def _refuse_unwritten(self, spot: Spot, at: Instruction) -> None:
-        self._refuse(self._written[spot.halves()] == _NOBODY, at, "reads what nobody has written")
-        self._refuse(self._storing[spot.halves()], at, "reads what was stored, and no tcgen05.wait::st since")
 
     def _refuse(self, wrong: Array, at: Instruction, what: str) -> None:
         if wrong.any():
