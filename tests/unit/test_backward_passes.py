@@ -186,10 +186,7 @@ SHIPPED: dict[Any, tuple[str, str]] = {
     past_the_maximum: ("random_odd", f"autograd's of an unnormalised O that is cast {CAST}"),
     with_o_bar_in_fp32: ("random_odd", "autograd's of an unnormalised O (P and dP in 16 bits)"),
     of_repeated_keys: (GROUPED_IN_TILES.name, f"{PYTORCH[:-1]}, {BY_HEAD})"),
-    of_heads_in_16_bits: (
-        "random_grouped",
-        f"autograd's of an unnormalised O (P and dP in 16 bits, {BY_HEAD})",
-    ),
+    of_heads_in_16_bits: ("random_grouped", f"autograd's of an unnormalised O (P and dP in 16 bits, {BY_HEAD})"),
     of_heads_through_the_maximum: (
         "random_grouped",
         f"autograd's of an unnormalised O, through the maximum (P and dP in 16 bits, {BY_HEAD})",

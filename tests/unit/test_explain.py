@@ -134,9 +134,7 @@ def test_random_bits_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    "other",
-    [fit(0.66, 0.2), fit(0.66, 0.04, 0.2), fit(0.66, None)],
-    ids=["biased", "too_few_heads", "no_number"],
+    "other", [fit(0.66, 0.2), fit(0.66, 0.04, 0.2), fit(0.66, None)], ids=["biased", "too_few_heads", "no_number"]
 )
 def test_a_random_plan_of_another_bias_explains_nothing(other: FitRecord) -> None:
     explanation = only(compared("a", {"fair": fit(0.66)}), compared("b", {"fair": other}))
@@ -210,11 +208,7 @@ def folded(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "plan"),
-    [
-        (mlx, "standard,scale=input,q=input,s=input"),
-        (folded, "flash@fused,q=input,base=2"),
-    ],
+    ("kernel", "plan"), [(mlx, "standard,scale=input,q=input,s=input"), (folded, "flash@fused,q=input,base=2")]
 )
 def test_a_kernel_that_scales_q_first_is_known(kernel: Callable[..., Tensor], plan: str) -> None:
     """In PyTorch's own bf16, with a scale that is no power of two."""

@@ -80,8 +80,7 @@ def test_nor_do_small_faults(which: str, factor: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "case", "seed"),
-    [("attention", "random_scaled", 2), ("detached", "random_wide", 3)],
+    ("kernel", "case", "seed"), [("attention", "random_scaled", 2), ("detached", "random_wide", 3)]
 )
 def test_a_sound_loop_whose_largest_head_is_far_out_passes(kernel: str, case: str, seed: int) -> None:
     """One known pass errs a fourth to an eleventh as much in one head; the others, as sound, do not."""

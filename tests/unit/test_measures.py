@@ -70,10 +70,7 @@ def bounds_of(inputs: AttentionInputs) -> GradientBounds:
     return GradientErrorBounds(ErrorBounds(inputs, ref), reference_gradients(inputs, ref)).of(UNDECLARED)
 
 
-@pytest.mark.parametrize(
-    "case",
-    ["random_causal", "random_grouped", "random_scaled", "padded", "wholly_masked"],
-)
+@pytest.mark.parametrize("case", ["random_causal", "random_grouped", "random_scaled", "padded", "wholly_masked"])
 def test_right_gradients_are_within_their_bounds(case: str) -> None:
     """Behind a mask too: keys that nobody sees, and rows that see nothing, where 0 times NaN is what goes wrong."""
     judged = record(case, lambda *gradients: gradients)

@@ -122,10 +122,7 @@ def test_sound_kernels_a_devices_own_and_those_that_are_given_dummies_are_blamed
             assert skipped.get(word) == SKIPPED.get(name)
 
 
-SKIPPED = {
-    "log_sum_exp": ("returns O alone, no log-sum-exp",),
-    "page_sizes": ("has no parameter of the kind pages",),
-}
+SKIPPED = {"log_sum_exp": ("returns O alone, no log-sum-exp",), "page_sizes": ("has no parameter of the kind pages",)}
 
 
 def scaled(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:

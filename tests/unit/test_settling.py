@@ -198,8 +198,7 @@ def test_random_bits_are_seen_also_where_one_row_hides_them() -> None:
     loops = Path(__file__).parents[1] / "defects/loops.py"
     settling_of = {
         name: plan_of(
-            Cell(CPU, external_kernel(f"{loops}:{name}"), OneCall(CASES["random"]), BF16),
-            Workbench(Settings(seed=68)),
+            Cell(CPU, external_kernel(f"{loops}:{name}"), OneCall(CASES["random"]), BF16), Workbench(Settings(seed=68))
         ).candidates
         for name in ("dithered", "split")
     }
