@@ -12,8 +12,9 @@ _REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+(.+)", re.DOTALL)
 _STATEMENT = re.compile(r"(?:@(!?)(%?[\w$]+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
 _OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*")
 _PARAMETER = re.compile(r"([\w$]+)(\[\d+\])?\s*(?:,|$)")
+_SECTION = re.compile(r"\n\s*\.section")
 _TABLE = ".branchtargets"
-_SHARED = re.compile(r"\.extern\s+\.shared[^;]*?([\w$]+)\[\];")
+_SHARED = re.compile(r"\.shared[^;\[]*?([\w$]+)\[(\d*)\];")
 _ADDRESS = re.compile(r"\[\s*([%\w$]+)\s*(?:\+\s*(-?\w+))?\s*\]")
 
 
@@ -58,15 +59,15 @@ def parsed(text: str) -> tuple[list[str], list[Instruction], dict[str, int]]:
     Raises:
         CannotRunError: it is none, or holds a statement that is not known here.
     """
-    text = _COMMENT.sub("", text).partition("\n\t.section")[0]
+    text = _SECTION.split(_COMMENT.sub("", text))[0]
     entry = _ENTRY.search(text)
     if entry is None:
         raise CannotRunError("the PTX has no kernel")
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
     parameters = _PARAMETER.findall(entry[1])
-    # Whose address is taken, a register is for the parser; that of shared memory is 0, as of what nobody has written.
-    types = dict.fromkeys([*(name for name, several in parameters if several), *_SHARED.findall(text)], "b64")
+    # Whose address is taken, a register is for the parser.
+    types = dict.fromkeys([*(name for name, several in parameters if several), *_in_shared_memory(text)], "b64")
     scopes: list[str] = [""]  # a label is known within its braces: those of inline assembly are alike
     inside: list[tuple[str, ...]] = []  # by instruction
     label, tables = "", dict[str, list[str]]()  # the last one, and the labels that one stands for
@@ -94,6 +95,14 @@ def parsed(text: str) -> tuple[list[str], list[Instruction], dict[str, int]]:
             found = [_seen(name, inside[number], labels) for name in tables.get(target, [target])]
             instructions[number] = replace(at, operands=(*found, *index))
     return [name for name, _ in parameters], instructions, labels
+
+
+def _in_shared_memory(text: str) -> list[str]:
+    """Return the names of what begins at the address 0, which a register has that nobody has written."""
+    found = _SHARED.findall(text)
+    if len(found) > 1 and any(size for _, size in found):
+        raise CannotRunError("several variables in shared memory are not executed here")
+    return [name for name, _ in found]
 
 
 def _seen(name: str, scopes: Iterable[str], labels: Container[str]) -> str:

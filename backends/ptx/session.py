@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -42,10 +43,10 @@ def executing(card: str, shared: int) -> Iterator[tuple[str, ...]]:
         stack.enter_context(absent(target, card, utils=utils, launcher_cls=_Launcher))
         stack.enter_context(compiling_text(executed=True))
         stack.enter_context(patch.object(JITFunction, "run", _compiling(JITFunction.run)))
-        if "cutlass" in sys.modules:  # a kernel in CuTe DSL was imported
-            from tiebreak.backends.ptx.cute import launching
-
-            stack.enter_context(launching(card))
+        for package, part in (("cutlass", "cute"), ("cuda.tile", "cutile")):
+            if package in sys.modules:  # a kernel in it was imported
+                launching = import_module(f"tiebreak.backends.ptx.{part}").launching
+                stack.enter_context(launching(card))
         stack.enter_context(patch.object(InterpretedFunction, "run", _refused))
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)  # a block's tiles are small

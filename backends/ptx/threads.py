@@ -59,13 +59,14 @@ class Threads:
         self._taken: dict[str, Array] = {}
         self.barriers: dict[int, Any] = {}  # mbarriers, by their address
         self.named: dict[int, Any] = {}  # barriers of so many threads, by their number
+        self.acquired: dict[int, Array] = {}  # by line the addresses and numbers that a load found there last
         self._active = self.everyone
         self.instruction = Instruction(0, "", False, "", (), {})  # that is executed
         thread = np.arange(launch.threads, dtype=np.uint32)[None]
         # Special Registers.
         self._registers: dict[str, Array] = {"%tid.x": thread, "%laneid": thread % WARP}
         for axis, size, along in zip("xyz", launch.grid, np.unravel_index(blocks, launch.grid, "F"), strict=True):
-            self._registers[f"%ctaid.{axis}"] = along.astype(np.uint32)
+            self._registers |= dict.fromkeys((f"%ctaid.{axis}", f"%clusterid.{axis}"), along.astype(np.uint32))
             self._registers[f"%nctaid.{axis}"] = np.full((1, 1), size, np.uint32)
 
     def guarded(self, active: Array, at: Instruction) -> Array:
