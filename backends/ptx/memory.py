@@ -13,6 +13,7 @@ from triton._C.libtriton import interpreter as native
 
 from tiebreak.backends.interpreter.memory import KernelMemory
 from tiebreak.backends.interpreter.numbers import Array
+from tiebreak.backends.ptx.operations import OPERATIONS, TYPES
 from tiebreak.backends.ptx.parsing import Instruction
 
 WARP = 32  # threads
@@ -45,6 +46,21 @@ class Global:
         """Write unsigned integers; where two threads write to one place, the later thread wins."""
         self._allowed.check(addresses.view(np.uint64), mask, values.itemsize, None, "writes")
         native.store(addresses.view(np.uint64), values, mask)
+
+    def add(self, addresses: Array, mask: Array, values: Array, kind: str, at: Instruction) -> None:
+        """Add numbers of a type, unsigned as bits, to places: the first block's first, which is one of many orders.
+
+        Subnormal numbers are flushed (PTX ISA, red, and cp.reduce.async.bulk).
+        """
+        dtype, compute = TYPES[kind], OPERATIONS["add.rn.ftz.f32" if kind == "f32" else f"add.{kind}"].compute
+        addresses, values = addresses[mask], values[mask]
+        order = np.argsort(addresses, kind="stable")
+        turn = np.arange(order.size) - np.searchsorted(addresses[order], addresses[order])  # of those for one place
+        for number in range(turn.max(initial=-1) + 1):
+            chosen = order[turn == number]
+            where, shown = addresses[chosen], np.ones(chosen.shape, bool)
+            total = compute(self.read(where, shown, values.dtype, at).view(dtype), values[chosen].view(dtype))
+            self.write(where, shown, total.astype(dtype).view(values.dtype), at)
 
 
 class Shared:
@@ -110,12 +126,15 @@ class Shared:
 
         `block` says where each of some is, and `column` which of the groups of products reads it.
         """
-        self._refuse_outside(places, dtype.itemsize, at)
-        values: Array = self._bytes.view(dtype)[_along(block, places), places // dtype.itemsize]
+        shape, held = places.shape, self._bytes.view(dtype)
         first, rest = np.arange(len(self._bytes))[:, None], len(block) % len(self._bytes)
         of_blocks = [first] if rest else [x.reshape(len(first), -1) for x in (block, places, column)]
-        if self._histories(of_blocks[0] - first, *of_blocks[1:]) == 1:
+        alike = self._histories(of_blocks[0] - first, *of_blocks[1:]) == 1
+        if alike:
             block, places, column = (x[: len(x) // len(first)] for x in (block, places, column))
+        self._refuse_outside(places, dtype.itemsize, at)
+        where = places // dtype.itemsize
+        values: Array = (held[:, where.ravel()] if alike else held[_along(block, places), where]).reshape(shape)
         granules, owner, now = self._beside(places, block)
         self._refuse_read(self._writers[granules], granules, now, at)
         self._refuse(self._unfenced[granules], granules, at, "reads what was written, and no fence.proxy.async since")
@@ -171,7 +190,7 @@ class Shared:
         self._refuse_write(granules, now, at)
         held = self._bytes.view(values.dtype)
         if len(shown) < len(mask):
-            held[:, places[shown] // values.itemsize] = values[:, shown[0]]
+            held[:, places[shown] // values.itemsize] = values if shown.all() else values[:, shown[0]]
         else:
             held[mask.nonzero()[0], places[mask] // values.itemsize] = values[mask]
         self._writers[granules], self._unfenced[granules] = now, True
