@@ -129,7 +129,7 @@ class _Barrier:
 
     def wait(self, threads: Threads, here: Array, parities: Array) -> Array:
         """Return which threads have to wait; the others have what is done."""
-        late: Array = here & (self._phase[:, None] & 1 == parities)
+        late: Array = here & ((self._phase[:, None] ^ parities) & 1 == 0)  # Triton gives -1, too: ptxas takes one bit
         blocks = np.asarray((here & ~late).any(1))
         done = np.zeros_like(threads.shared.products)
         done[:, 0] = np.where(blocks, self._group, 0)

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from tiebreak.backends.ptx.memory import WARP
 from tiebreak.backends.ptx.operands import Run, names_of, place_of, reader, writer
 from tiebreak.backends.ptx.operations import OPERATIONS, TYPES
 from tiebreak.backends.ptx.parsing import Address, Instruction
-from tiebreak.backends.ptx.products import load_matrices, matrix_rows, product_of
+from tiebreak.backends.ptx.products import load_matrices, matrix_rows, multiplied, product_of
 from tiebreak.backends.ptx.threads import Threads
 from tiebreak.backends.ptx.warpgroups import BINDERS as OF_WARPGROUPS
 
@@ -55,16 +56,20 @@ def _independent(run: Sequence[Instruction], at: Instruction) -> bool:
 
 def _effect(run: Sequence[Instruction], card: str) -> Run | None:
     at = run[0]
-    if at.opcode in ("bra", "bra.uni", "ret"):
+    if at.branches or at.opcode == "ret":
         return None
-    for pattern, binder in _BINDERS.items():
-        if match := re.fullmatch(pattern, at.opcode):
-            return binder(at, match)
+    if (found := _binder(at.opcode)) is not None:
+        return found[0](at, found[1])
     if at.opcode.startswith("mma."):
         return _products(run, card)
     if at.opcode in OPERATIONS:
         return _calculation(at)
     raise at.refused()
+
+
+@cache
+def _binder(opcode: str) -> tuple[Callable[[Instruction, _Match], Run], _Match] | None:
+    return next(((binder, match) for name, binder in _BINDERS.items() if (match := re.fullmatch(name, opcode))), None)
 
 
 def _nothing(_: Threads, __: Array) -> None:
@@ -116,6 +121,30 @@ def _access(at: Instruction, match: _Match) -> Run:
     return access
 
 
+def _acquired(at: Instruction, _: _Match) -> Run:
+    """Bind a load in which another block is waited for: who reads there what it has read before waits."""
+    place, write, read = place_of(at.operands[1], at), writer(at.operands[0], at), TYPES["u32"]
+
+    def load(threads: Threads, mask: Array) -> Array:
+        shown, addresses = threads.full(mask), place(threads)
+        found = np.stack([addresses, threads.memory.read(addresses, shown, read, at).astype(np.int64)])
+        before = threads.acquired.setdefault(at.line, np.full_like(found, -1))
+        again: Array = shown & (found == before).all(0)
+        np.copyto(before, found, where=shown)
+        write(threads, 0, found[1].astype(read), shown & ~again)
+        return again
+
+    return load
+
+
+def _reduced(at: Instruction, match: _Match) -> Run:
+    place, kind = place_of(at.operands[0], at), match[1]
+    read = reader(at.operands[1], f"u{TYPES[kind].itemsize * 8}", at)
+    return lambda threads, mask: threads.memory.add(
+        place(threads), threads.full(mask), threads.full(read(threads)), kind, at
+    )
+
+
 def _parameter(at: Instruction, match: _Match) -> Run:
     write, address, dtype = writer(at.operands[0], at), at.operands[1], TYPES[match[1]]
     count = len(names_of(at.operands[0]))
@@ -133,14 +162,14 @@ def _parameter(at: Instruction, match: _Match) -> Run:
 def _copy(at: Instruction, _: _Match) -> Run:
     """Bind `cp.async`: a number of bytes, or zeros where the fourth operand is 0."""
     to, source, size = place_of(at.operands[0], at), place_of(at.operands[1], at), int(str(at.operands[2]), 0)
-    filled = reader(at.operands[3] if len(at.operands) > 3 else str(size), "u32", at)
+    filled, word = reader(at.operands[3] if len(at.operands) > 3 else str(size), "u32", at), min(size, 8)
 
     def copy(threads: Threads, mask: Array) -> None:
         count, shown, first, target = threads.full(filled(threads)), threads.full(mask), source(threads), to(threads)
         if not np.isin(count, (0, size)).all():
             raise at.refused()
-        for byte in range(0, size, 4):
-            words = threads.memory.read(first + byte, shown & (count > 0), TYPES["u32"], at)
+        for byte in range(0, size, word):
+            words = threads.memory.read(first + byte, shown & (count > 0), TYPES[f"u{8 * word}"], at)
             threads.shared.write(target + byte, shown, words, at, copied=True)
 
     return copy
@@ -228,27 +257,38 @@ def _stored_matrices(at: Instruction, match: _Match) -> Run:
 
 
 def _products(run: Sequence[Instruction], card: str) -> Run:
-    """Bind some `mma.sync` of one kind."""
+    """Bind some `mma.sync` of one kind, of which several have one A or one B."""
     product, writes = product_of(run[0], card), [writer(at.operands[0], at) for at in run]
-    # Of A, B and C: every instruction's registers.
-    reads = [[[reader(name, "u32", at) for name in names_of(at.operands[of])] for at in run] for of in (1, 2, 3)]
+    names = [[names_of(at.operands[of]) for at in run] for of in (1, 2, 3)]
+    once = [list(dict.fromkeys(operands)) for operands in names[:2]]
+    which = [np.array([some.index(name) for name in operands]) for some, operands in zip(once, names, strict=False)]
+    reads = [[[reader(name, "u32", run[0]) for name in each] for each in some] for some in (*once, names[2])]
 
     def multiply(threads: Threads, mask: Array) -> None:
         threads.warps(mask, run[0])
-        held = [np.array([[threads.full(read(threads)) for read in each] for each in operand]) for operand in reads]
-        sums = product(*(np.moveaxis(x, 1, -1) for x in held))
-        for number, write in np.ndindex(sums.shape[-1], len(run)):
-            writes[write](threads, number, np.ascontiguousarray(sums[write, ..., number]), mask)
+        left, right, sums = (
+            np.concatenate([take([threads.full(read(threads)) for read in each]) for each in some])
+            for take, some in zip((product.left, product.right, product.sums), reads, strict=True)
+        )
+        warps = len(sums) // len(run)
+        of_left, of_right = ((warps * each[:, None] + np.arange(warps)).ravel() for each in which)
+        d = multiplied(left, right, (of_left, of_right), sums, product.core)
+        for write, made in zip(writes, np.split(d, len(run)), strict=True):
+            for number, value in enumerate(product.registers(made, threads.shape)):
+                write(threads, number, value, mask)
 
     return multiply
 
 
 _BINDERS: Mapping[str, Callable[[Instruction, _Match], Run]] = {
+    r"ld(?:\.acquire\.gpu\.global|\.global\.acquire\.gpu)\.[bu]32": _acquired,
+    r"red(?:\.(?:relaxed|release|gpu|global))*\.add\.(\w+)": _reduced,
     # Caches, and an order among blocks, which run in lock step or one after the other, change nothing here.
     r"(ld|st)(?:\.(?:volatile|weak|relaxed|acquire|release|gpu|cta|sys))*\.(global|shared)(?:::cta)?"
     r"(?:\.(?:nc|c[agsv]|w[bt]|L[12]::\w+))*(?:\.v[248])?\.(\w+)": _access,
     r"ld\.param(?:\.v[24])?\.(\w+)": _parameter,
     r"mov\.b(32|64)": _move,
+    r"mapa\.shared::cluster\.u32": lambda at, _: _calculation(replace(at, opcode="mov.u32", operands=at.operands[:2])),
     r"cvta\.param\.u64": lambda at, _: _calculation(replace(at, opcode="mov.u64")),
     r"cp\.async\.c[ag]\.shared\.global(?:\.L2::\w+)*": _copy,
     r"cp\.async\.(commit_group|wait_group)": _of_copies,

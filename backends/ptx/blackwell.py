@@ -111,10 +111,11 @@ def _one(threads: Threads, mask: Array, at: Instruction) -> tuple[Array, Array]:
 
 
 def _product(at: Instruction, match: _Match) -> Run:
-    d, a, b, described, added = at.operands
+    d, a, b, described, *hidden, added = at.operands
     in_memory = isinstance(a, Address)  # in tensor memory
     of_d, of_a = place_of(d, at), place_of(a, at) if in_memory else reader(a, "u64", at)
     of_b, describes, adds = reader(b, "u64", at), reader(described, "u32", at), reader(added, "pred", at)
+    hides = [reader(name, "u32", at) for operand in hidden for name in names_of(operand)]  # lanes of D
 
     def multiply(threads: Threads, mask: Array) -> None:
         block, thread = _one(threads, mask, at)
@@ -132,6 +133,8 @@ def _product(at: Instruction, match: _Match) -> Run:
         except (IndexError, ValueError) as error:
             raise at.refused() from error
         m, n, k = (shape >> 24 & 31) * 16, (shape >> 17 & 63) * 8, 32 // TYPES[a_kind].itemsize
+        if any(taken(read).any() for read in hides):
+            raise at.refused()
         if shape & _UNKNOWN or shape >> 4 & 3 != 1 or m not in (64, LANES):  # sums in fp32
             raise at.refused()
         group, phase = threads.shared.products[block, :1, None] + 1, threads.shared.phases[block][..., None]
@@ -140,7 +143,10 @@ def _product(at: Instruction, match: _Match) -> Run:
 
         def spot(read: Read, columns: int) -> Spot:
             first = taken(read)[:, None, None]
-            return Spot(block[:, None, None], (first >> 16) + row[None, :, None], (first & 0xFFFF) + np.arange(columns))
+            lane, column = (first >> 16) + row[None, :, None], (first & 0xFFFF) + np.arange(columns)
+            if lane.max() >= LANES or column.max() >= COLUMNS:
+                raise at.refused()
+            return Spot(block[:, None, None], lane, column)
 
         right = tiles(threads, taken(of_b), owner, (n, k), b_kind, turned=bool(shape >> 16 & 1))
         if in_memory:
@@ -152,10 +158,9 @@ def _product(at: Instruction, match: _Match) -> Run:
         if keeps.any():
             kept = Spot(*(x[keeps] if len(x) == len(keeps) else x for x in to))
             sums[keeps] = threads.tensor.take(kept, phase[keeps], group[keeps], at).view(np.float32)
-        which = np.repeat(np.arange(len(block)), m // 16)
-        left, sums = left.reshape(-1, 16, k), sums.reshape(-1, 16, n)
-        made = multiplied(left, right.swapaxes(1, 2), which, sums, core).reshape(-1, m, n)
-        threads.tensor.bring(to, made.view(np.uint32), group)
+        pairs = np.arange(len(block) * m // 16), np.repeat(np.arange(len(block)), m // 16)
+        made = multiplied(left.reshape(-1, 16, k), right, pairs, sums.reshape(-1, 16, n), core)
+        threads.tensor.bring(to, made.reshape(-1, m, n).view(np.uint32), group)
 
     return multiply
 
@@ -169,5 +174,5 @@ BINDERS: Mapping[str, Callable[[Instruction, _Match], Run]] = {
     r"tcgen05\.(ld|st)\.sync\.aligned\.(32x32b|16x32bx2)\.x(\d+)\.b32": _move,
     r"tcgen05\.wait::st\.sync\.aligned": _wait,
     r"tcgen05\.wait::ld\.sync\.aligned": idle,  # Triton's code reads registers before it waits for them
-    r"tcgen05\.mma\.cta_group::1\.kind::(f16|f8f6f4)": _product,
+    r"tcgen05\.mma\.cta_group::1\.kind::(f16|f8f6f4)(?:\.collector::a::discard)?": _product,
 }

@@ -4,13 +4,12 @@ What it asks the driver for, it gets: a kernel by its name, and a launch, which 
 """
 
 import ctypes
-import math
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
@@ -18,45 +17,33 @@ from unittest.mock import patch
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from tiebreak.backends.interpreter.memory import KernelMemory, arguments_of
-from tiebreak.backends.ptx.execution import Program
+from tiebreak.backends.ptx.driver import NUMBER, POINTER, Compiled, Driver, put
 from tiebreak.backends.ptx.memory import SharedMemoryError
-from tiebreak.backends.ptx.threads import Launch, TensorMap
 from tiebreak.kernels.kernel import CannotRunError, OutOfBoundsError
 
 _MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148}  # a persistent kernel's grid goes by them
 _SUFFIX = {"sm_90": "a", "sm_100": "a", "sm_120": "a"}  # of the target that has a card's own instructions
-_POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int
-_ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\((.*?)\)", re.DOTALL)
-_PARAMETER = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.[a-z]+(\d+)\s+[\w$]+(?:\[(\d+)\])?")
 _DECLARED = re.compile(r"llvm\.func @(\w+)\(([^)]*)\) -> i32(?: attributes \{[^}]*\})?(?=\n)")
-# Of a tensor map: bytes of a type's number, and bits of its first word that are known: version, axes - 1, type,
-# swizzle; and two that are set for any tensor, or for rows of 256 bytes.
-_SIZES, _KNOWN, _SET = (1, 2, 4, 4, 8, 8, 2, 4, 0, 8, 2), 0x2467F2, 0x40002
-_program = lru_cache(maxsize=16)(Program)
 
 
-class _Driver:
+class _CuteDriver(Driver):
     """The driver, as compiled host code calls it."""
 
     def __init__(self, card: str) -> None:
         """Have no kernel."""
-        self._card = card
-        self._kernels: list[tuple[str, str]] = []  # names, and the PTX of each, by their handle - 1
-        # The PTX of the function that launches, and its tensors.
-        self.text, self.tensors = "", list[torch.Tensor]()
-        self.error: Exception | None = None
+        super().__init__()
+        self.text = ""  # the PTX of the function that launches
         answers: dict[str, tuple[int, Any]] = {  # how many operands it has, and what it does
             "cuda_dialect_init_library_once": (4, self._load),
-            "_cudaGetDevice": (1, lambda at: self._put(at, 0)),
-            "_cudaDeviceGetAttribute": (3, lambda at, *_: self._put(at, 227 << 10)),  # bytes of shared memory
+            "_cudaGetDevice": (1, lambda at: put(at, 0)),
+            "_cudaDeviceGetAttribute": (3, lambda at, *_: put(at, 227 << 10)),  # bytes of shared memory
             "_cudaLibraryGetKernel": (3, self._kernel),
-            "_cudaLaunchKernelEx": (3, self._launch),
+            "_cudaLaunchKernelEx": (3, partial(self.launch, card)),
             **{f"_cu{name}": (count, lambda *_: 0) for name, count in (("daLibraryLoadData", 8), ("daSetDevice", 1),
                ("daFuncSetAttribute", 3), ("daKernelSetAttributeForDevice", 4), ("KernelGetAttribute", 4))},
         }  # fmt: skip
         self._answers = {
-            name: ctypes.CFUNCTYPE(_NUMBER, *[_POINTER] * count)(call) for name, (count, call) in answers.items()
+            name: ctypes.CFUNCTYPE(NUMBER, *[POINTER] * count)(call) for name, (count, call) in answers.items()
         }
 
     def called_by(self, host: str) -> str:
@@ -71,60 +58,24 @@ class _Driver:
         names = ", ".join(f"%a{number}" for number in range(len(types)))
         named = ", ".join(f"%a{number}: {each}" for number, each in enumerate(types))
         return f"""llvm.func @{declared[1]}({named}) -> i32 {{
-            %at = llvm.mlir.constant({ctypes.cast(answer, _POINTER).value} : i64) : i64
+            %at = llvm.mlir.constant({ctypes.cast(answer, POINTER).value} : i64) : i64
             %f = llvm.inttoptr %at : i64 to !llvm.ptr
             %r = llvm.call %f({names}) : !llvm.ptr, ({", ".join(types)}) -> i32
             llvm.return %r : i32
         }}"""
 
     @staticmethod
-    def _put(at: int, number: int) -> int:
-        _NUMBER.from_address(at).value = number
-        return 0
-
-    @staticmethod
     def _load(library: int, initialise: int, load: int, _error: int) -> int:
-        ctypes.CFUNCTYPE(_NUMBER, _POINTER)(initialise)(library)
-        held = (_POINTER * 1)(library)
-        return int(ctypes.CFUNCTYPE(_NUMBER, _POINTER, _NUMBER)(load)(ctypes.addressof(held), 0))
+        ctypes.CFUNCTYPE(NUMBER, POINTER)(initialise)(library)
+        held = (POINTER * 1)(library)
+        return int(ctypes.CFUNCTYPE(NUMBER, POINTER, NUMBER)(load)(ctypes.addressof(held), 0))
 
     def _kernel(self, at: int, _library: int, name: int) -> int:
-        self._kernels.append((ctypes.string_at(name).decode(), self.text))
-        return self._put(at, len(self._kernels))
-
-    def _launch(self, config: int, kernel: int, parameters: int) -> int:
-        try:  # an error can't go through code that is not Python's
-            x, y, z, *block, shared = (ctypes.c_uint * 7).from_address(config)  # a cudaLaunchConfig_t
-            (name, text), maps, bits = self._kernels[kernel - 1], list[TensorMap](), list[bytes]()
-            signature = next(entry[2] for entry in _ENTRY.finditer(text) if entry[1] == name)
-            for number, (align, width, count) in enumerate(_PARAMETER.findall(signature)):
-                place = ctypes.c_uint64.from_address(parameters + 8 * number).value
-                held = ctypes.string_at(place, int(width) // 8 * int(count or 1))
-                if (align, count) == ("64", "128"):
-                    maps.append(_map_of(held))
-                    held = (len(maps) - 1).to_bytes(8, "little")
-                bits.append(held)
-            memory = KernelMemory(name, tuple(arguments_of({"an argument": self.tensors})))
-            _program(text, self._card).run(Launch((x, y, z), math.prod(block), shared, bits, memory, maps))
-        except Exception as error:  # whatever a program raises
-            self.error = error
-            return 1
-        return 0
+        return self.keep(at, Compiled(ctypes.string_at(name).decode(), self.text))
 
 
 #: Compiled functions, which a package keeps, call it for good.
-_driver = lru_cache(_Driver)
-
-
-def _map_of(held: bytes) -> TensorMap:
-    """Return what the 128 bytes of a tensor map say, as maps of known tensors have shown: nobody documents them."""
-    words = [int.from_bytes(held[at : at + 4], "little") for at in range(0, 64, 4)]
-    axes, kind = (words[2] >> 4 & 7) + 1, words[2] >> 7 & 15
-    if words[2] & ~_KNOWN or words[2] & _SET != _SET or words[7] or kind >= len(_SIZES) or not _SIZES[kind]:
-        raise CannotRunError("a tensor map of another kind is not executed here")
-    strides = (_SIZES[kind], *(word << 4 for word in words[3 : 2 + axes]))
-    lengths, box = (tuple(each + 1 for each in part[:axes]) for part in (words[8:13], held[55:60]))
-    return TensorMap(words[0] | words[1] << 32, lengths, strides, box, words[2] >> 13 & 3)
+_driver = lru_cache(_CuteDriver)
 
 
 @contextmanager
@@ -139,7 +90,13 @@ def launching(card: str) -> Iterator[None]:
     with ExitStack() as stack:
         folder = stack.enter_context(TemporaryDirectory())
         stack.enter_context(
-            patch.multiple(environment, arch=card + _SUFFIX.get(card, ""), keep_ptx=True, dump_dir=folder)
+            patch.multiple(
+                environment,
+                arch=card + _SUFFIX.get(card, ""),
+                keep_ptx=True,
+                dump_dir=folder,
+                enable_tvm_ffi=True,  # by which alone a tensor can be on another device
+            )
         )
         named = {"FLASH_ATTENTION_ARCH": card, "FLASH_ATTENTION_NUM_SMS": str(count)}
         stack.enter_context(patch.dict(os.environ, named))
@@ -158,7 +115,7 @@ def launching(card: str) -> Iterator[None]:
         yield
 
 
-def _created(driver: _Driver, tvm_ffi: Any) -> Callable[[Any], Any]:
+def _created(driver: _CuteDriver, tvm_ffi: Any) -> Callable[[Any], Any]:
     """Return a method that makes a compiled function one which launches by this driver."""
     from cutlass._mlir import ir
     from cutlass._mlir._mlir_libs._cutlass_ir._execution_engine import BinaryExecutionEngine

@@ -5,7 +5,7 @@ until they have to wait for the others.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from tiebreak.backends.ptx.memory import SharedMemoryError
 from tiebreak.backends.ptx.parsing import parsed
 from tiebreak.backends.ptx.threads import Launch, Threads
 
-_TOGETHER = 2**13  # threads: arrays of a register that a core's cache holds
+_TOGETHER = 2**14  # threads: arrays of a register that a core's cache holds
 _SMALL = re.compile(r"(?:ld|st)\..*shared.*\.[bsu](?:8|16)")  # accesses of shared memory to less than four bytes
 
 
@@ -75,8 +75,9 @@ class Program:
                 if leaving is not None and leaving.any():
                     if run is not None:
                         parked[at] = leaving
-                    elif instruction.opcode != "ret":
-                        _join(ready, self._labels[str(instruction.operands[0])], mask, threads)
+                    elif instruction.branches:
+                        for label, who in _ways(threads, mask):
+                            _join(ready, self._labels[label], who, threads)
                     active = active & ~leaving
                 moved = moved or run is None or bool(active.any())
                 at += 1
@@ -88,6 +89,21 @@ class Program:
 
     def _places(self, parked: Mapping[int, Array]) -> str:
         return ", ".join(f"{int(mask.sum())} at {self._steps[at][0]}" for at, mask in sorted(parked.items()))
+
+
+def _ways(threads: Threads, mask: Array) -> Iterator[tuple[str, Array]]:
+    """Yield where threads go at a branch, and who; raise CannotRunError if one's number is beyond the table."""
+    at = threads.instruction
+    if at.opcode.startswith("bra"):
+        yield str(at.operands[0]), mask
+        return
+    *labels, index = map(str, at.operands)
+    chosen = threads.get(index)
+    if (mask & (chosen >= len(labels))).any():
+        raise at.refused()
+    for number, label in enumerate(labels):
+        if (who := mask & (chosen == number)).any():
+            yield label, who
 
 
 def _join(waiting: dict[int, Array], at: int, mask: Array, threads: Threads) -> None:

@@ -2,7 +2,8 @@
 
 A shared word has a history: who wrote and who read it last, and in which phase, which a barrier ends. So a read of what
 nobody wrote, a race between two threads of a block, and a read of what an asynchronous copy may still be bringing are
-errors, although here the threads of a block run in lock step and would never notice.
+errors, although here the threads of a block run in lock step and would never notice. Blocks that do the same have one
+history.
 """
 
 from typing import Any
@@ -12,6 +13,7 @@ from triton._C.libtriton import interpreter as native
 
 from tiebreak.backends.interpreter.memory import KernelMemory
 from tiebreak.backends.interpreter.numbers import Array
+from tiebreak.backends.ptx.operations import OPERATIONS, TYPES
 from tiebreak.backends.ptx.parsing import Instruction
 
 WARP = 32  # threads
@@ -45,6 +47,21 @@ class Global:
         self._allowed.check(addresses.view(np.uint64), mask, values.itemsize, None, "writes")
         native.store(addresses.view(np.uint64), values, mask)
 
+    def add(self, addresses: Array, mask: Array, values: Array, kind: str, at: Instruction) -> None:
+        """Add numbers of a type, unsigned as bits, to places: the first block's first, which is one of many orders.
+
+        Subnormal numbers are flushed (PTX ISA, red, and cp.reduce.async.bulk).
+        """
+        dtype, compute = TYPES[kind], OPERATIONS["add.rn.ftz.f32" if kind == "f32" else f"add.{kind}"].compute
+        addresses, values = addresses[mask], values[mask]
+        order = np.argsort(addresses, kind="stable")
+        turn = np.arange(order.size) - np.searchsorted(addresses[order], addresses[order])  # of those for one place
+        for number in range(turn.max(initial=-1) + 1):
+            chosen = order[turn == number]
+            where, shown = addresses[chosen], np.ones(chosen.shape, bool)
+            total = compute(self.read(where, shown, values.dtype, at).view(dtype), values[chosen].view(dtype))
+            self.write(where, shown, total.astype(dtype).view(values.dtype), at)
+
 
 class Shared:
     """The shared memory of some blocks, and its access history. Addresses and masks are (blocks, threads)."""
@@ -52,8 +69,8 @@ class Shared:
     def __init__(self, blocks: int, threads: int, size: int, granule: int) -> None:
         """Allocate `size` bytes a block; the history is per granule, the smallest access in bytes."""
         self._size, self._granule = -(-size // 16) * 16, granule
-        self._bytes = np.zeros(blocks * self._size, np.uint8)
-        count = blocks * self._size // granule
+        self._bytes = np.zeros((blocks, self._size), np.uint8)
+        self._alike, count = True, self._size // granule  # whether there is one history: all blocks have done the same
         self._writers, self._readers = np.full(count, _NOBODY), np.full(count, _NOBODY)
         self._pending = np.zeros(count, np.int32)  # the group of copies that may still bring it
         self._unfenced = np.zeros(count, bool)  # whether a product does not see yet what was written
@@ -68,47 +85,70 @@ class Shared:
         thread = np.arange(threads)
         self._who = thread // WARP << _OF_WARP | thread % WARP
 
+    def _histories(self, *given: Array) -> int:
+        """Return how many there are: 1, until what is `given`, (blocks, ...), or the phases differ among blocks."""
+        if self._alike:
+            counts = self.phases, self.phases_of_warps, self.groups, self.products
+            self._alike = all(bool((x[1:] == x[:1]).all()) for x in (*given, *counts))
+            if not self._alike:
+                for name in ("_writers", "_readers", "_pending", "_unfenced", "_multiplied"):
+                    setattr(self, name, np.tile(getattr(self, name), len(self._bytes)))
+        return 1 if self._alike else len(self._bytes)
+
     def wait(self, blocks: Array, most: int) -> None:
         """Complete groups of copies until at most `most` are pending; then they count as written by whoever asked."""
-        pending = self._pending.reshape(len(blocks), -1)
-        done = (pending > 0) & (pending <= self.groups - most) & blocks
+        several = self._histories(blocks)
+        pending = self._pending.reshape(several, -1)
+        done = (pending > 0) & (pending <= self.groups[:several] - most) & blocks[:several]
         writers = self._writers.reshape(done.shape)
         who = writers[done] & (1 << _PHASE) - 1
-        writers[done] = who | np.broadcast_to(self.phases << _PHASE, done.shape)[done]
+        writers[done] = who | np.broadcast_to(self.phases[:several] << _PHASE, done.shape)[done]
         pending[done] = 0
 
     def complete(self, groups: Array, *, others: bool) -> None:
         """End groups of products up to a number, (blocks, columns); `others` may be at work until a barrier."""
+        several = self._histories(groups)
         for column in np.flatnonzero(groups.any(0)):
-            group = self._multiplied[column].reshape(len(groups), -1)
-            done = (group > 0) & (group <= groups[:, column, None])
+            group = self._multiplied[column].reshape(several, -1)
+            done = (group > 0) & (group <= groups[:several, column, None])
             if others:
-                readers = self._readers.reshape(done.shape)
-                readers[done] = (_EVERYONE << _OF_WARP) | np.broadcast_to(self.phases << _PHASE, done.shape)[done]
+                readers, phases = self._readers.reshape(done.shape), self.phases[:several] << _PHASE
+                readers[done] = (_EVERYONE << _OF_WARP) | np.broadcast_to(phases, done.shape)[done]
             group[done] = 0
 
     def fence(self, blocks: Array) -> None:
         """Let products see what was written so far, and no copy is still bringing."""
-        self._unfenced.reshape(len(blocks), -1)[...] &= (self._pending.reshape(len(blocks), -1) > 0) | ~blocks
+        several = self._histories(blocks)
+        self._unfenced.reshape(several, -1)[...] &= (self._pending.reshape(several, -1) > 0) | ~blocks[:several]
 
     def operands(self, places: Array, block: Array, dtype: np.dtype[Any], at: Instruction, column: Array) -> Array:
         """Return numbers at places in bytes, (some, ...), which are read until somebody waits.
 
         `block` says where each of some is, and `column` which of the groups of products reads it.
         """
-        places, granules, owner, now = self._beside(places, block, dtype.itemsize, at)
+        shape, held = places.shape, self._bytes.view(dtype)
+        first, rest = np.arange(len(self._bytes))[:, None], len(block) % len(self._bytes)
+        of_blocks = [first] if rest else [x.reshape(len(first), -1) for x in (block, places, column)]
+        alike = self._histories(of_blocks[0] - first, *of_blocks[1:]) == 1
+        if alike:
+            block, places, column = (x[: len(x) // len(first)] for x in (block, places, column))
+        self._refuse_outside(places, dtype.itemsize, at)
+        where = places // dtype.itemsize
+        values: Array = (held[:, where.ravel()] if alike else held[_along(block, places), where]).reshape(shape)
+        granules, owner, now = self._beside(places, block)
         self._refuse_read(self._writers[granules], granules, now, at)
         self._refuse(self._unfenced[granules], granules, at, "reads what was written, and no fence.proxy.async since")
         self._asked, columns = True, np.repeat(column, granules.size // len(places))
         self._multiplied[columns, granules] = self.products[owner, columns] + 1
-        values: Array = self._bytes.view(dtype)[places // dtype.itemsize]
         return values
 
     def bring(self, places: Array, block: Array, values: Array, at: Instruction) -> tuple[Array, Array]:
         """Write what is there for who waits for an mbarrier; return its granules, and the block of each."""
-        places, granules, owner, now = self._beside(places, block, values.itemsize, at)
+        self._refuse_outside(places, values.itemsize, at)
+        self._histories(np.arange(len(self._bytes)))
+        granules, owner, now = self._beside(places, block)
         self._refuse_write(granules, now, at)
-        self._bytes.view(values.dtype)[places // values.itemsize] = values
+        self._bytes.view(values.dtype)[_along(block, places), places // values.itemsize] = values
         self._writers[granules], self._pending[granules], self._unfenced[granules] = _ORDERED, _BY_BARRIER, False
         return granules, owner
 
@@ -116,44 +156,49 @@ class Shared:
         """Let everyone have what was brought."""
         self._pending[granules] = 0
 
-    def _beside(self, places: Array, block: Array, size: int, at: Instruction) -> tuple[Array, Array, Array, Array]:
-        """Return places from the start of the first block, granules, their blocks, and when no thread accesses them."""
-        if (places < 0).any() or (places + size > self._size).any():
-            raise SharedMemoryError(f"{at} goes beyond the shared memory")
-        places = places + self._size * block.reshape(-1, *[1] * (places.ndim - 1))
-        granules = (places // self._granule).ravel()
+    def _beside(self, places: Array, block: Array) -> tuple[Array, Array, Array]:
+        """Return granules of places in blocks, their blocks, and when no thread accesses them."""
+        granules = ((places + self._size * _along(block, places)) // self._granule).ravel()
         owner = granules * self._granule // self._size
-        return places, granules, owner, self.phases[owner, 0] << _PHASE | _EVERYONE << _OF_WARP
+        return granules, owner, self.phases[owner, 0] << _PHASE | _EVERYONE << _OF_WARP
+
+    def _refuse_outside(self, places: Array, size: int, at: Instruction) -> None:
+        if ((places < 0) | (places + size > self._size) | (places % size != 0)).any():
+            raise SharedMemoryError(f"{at} goes beyond the shared memory, or is not aligned")
 
     def read(self, addresses: Array, mask: Array, dtype: np.dtype[Any], at: Instruction) -> Array:
         """Return unsigned integers; zeros where the mask hides them."""
         places = self._record_read(addresses, mask, dtype.itemsize, at)
-        values: Array = np.where(mask, self._bytes.view(dtype)[places // dtype.itemsize], dtype.type(0))
-        return values
+        values = _taken(self._bytes.view(dtype), places // dtype.itemsize)
+        return values if mask.all() else np.where(mask, values, dtype.type(0))
 
     def rows(self, addresses: Array, mask: Array, at: Instruction) -> Array:
         """Return rows of eight 16-bit numbers that the lanes of a warp read together: (blocks, threads, 8).
 
         A row that nobody has written is NaN: who multiplies it need not keep the result.
         """
-        places, granules, _ = self._locate(addresses, mask, 16, at)
-        written = np.ones(mask.shape, bool)
-        written[mask] = (self._writers[granules] != _NOBODY).reshape(-1, 16 // self._granule).any(1)
+        places, shown, granules, _ = self._locate(addresses, mask, 16, at)
+        written = np.ones(shown.shape, bool)
+        written[shown] = (self._writers[granules] != _NOBODY).reshape(-1, 16 // self._granule).any(1)
         self._record_read(addresses, mask & written, 16, at, _SEVERAL)
-        rows: Array = self._bytes.view(np.uint16).reshape(-1, 8)[places // 16]
-        return np.where(written[..., None], rows, np.uint16(0xFFFF))
+        rows = _taken(self._bytes.view(np.uint16).reshape(len(self._bytes), -1, 8), places // 16)
+        return rows if written.all() else np.where(written[..., None], rows, np.uint16(0xFFFF))
 
     def write(self, addresses: Array, mask: Array, values: Array, at: Instruction, *, copied: bool = False) -> None:
         """Write unsigned integers; `copied` ones arrive when their group has been waited for."""
-        places, granules, now = self._locate(addresses, mask, values.itemsize, at)
+        places, shown, granules, now = self._locate(addresses, mask, values.itemsize, at)
         self._refuse_write(granules, now, at)
-        self._bytes.view(values.dtype)[places[mask] // values.itemsize] = values[mask]
+        held = self._bytes.view(values.dtype)
+        if len(shown) < len(mask):
+            held[:, places[shown] // values.itemsize] = values if shown.all() else values[:, shown[0]]
+        else:
+            held[mask.nonzero()[0], places[mask] // values.itemsize] = values[mask]
         self._writers[granules], self._unfenced[granules] = now, True
         self._pending[granules] = self.groups[granules * self._granule // self._size, 0] + 1 if copied else 0
 
     def _record_read(self, addresses: Array, mask: Array, size: int, at: Instruction, lanes: int = 0) -> Array:
-        """Check a read and record it; return places in bytes from the start of the first block."""
-        places, granules, now = self._locate(addresses, mask, size, at, lanes)
+        """Check a read and record it; return its places as `_locate` does."""
+        places, _, granules, now = self._locate(addresses, mask, size, at, lanes)
         writers, readers = self._writers[granules], self._readers[granules]
         self._refuse_read(writers, granules, now, at)
         self._readers[granules] = now
@@ -179,23 +224,37 @@ class Shared:
 
     def _locate(
         self, addresses: Array, mask: Array, size: int, at: Instruction, lanes: int = 0
-    ) -> tuple[Array, Array, Array]:
-        """Return places in bytes, every granule there that the mask shows, and who accesses it when."""
+    ) -> tuple[Array, Array, Array, Array]:
+        """Return places in bytes, which the mask shows, their granules, and who accesses each when.
+
+        The first two are (histories, threads).
+        """
         places = np.where(mask, addresses, 0)
-        if ((places < 0) | (places + size > self._size) | (places % size != 0)).any():
-            raise SharedMemoryError(f"{at} goes beyond the shared memory, or is not aligned")
-        places = places + np.arange(len(places))[:, None] * self._size
-        granules = (places[mask] // self._granule)[:, None] + np.arange(size // self._granule)
-        block, thread = np.nonzero(mask)
+        several = self._histories(places, mask)
+        places, shown = places[:several], mask[:several]
+        self._refuse_outside(places, size, at)
+        block, thread = shown.nonzero()
+        granules = ((places[shown] + self._size * block) // self._granule)[:, None] + np.arange(size // self._granule)
         phases = self.phases[block, 0] << _PHASE | self.phases_of_warps[block, thread // WARP] << _PHASE_OF_WARP
         now = phases | self._who[thread] | lanes
-        return places, granules.ravel(), np.repeat(now, granules.shape[1])
+        return places, shown, granules.ravel(), np.repeat(now, granules.shape[1])
 
     def _refuse(self, wrong: Array, granules: Array, at: Instruction, what: str) -> None:
         if wrong.any():
             byte = int(granules[wrong][0]) * self._granule % self._size
             reason = f"{at} {what}" + (" and no barrier lies between" if "another" in what else "")
             raise SharedMemoryError(f"{reason}: byte {byte} of the block's shared memory")
+
+
+def _along(block: Array, places: Array) -> Array:
+    """Return blocks in a form that broadcasts to places, (some, ...)."""
+    return block.reshape(-1, *[1] * (places.ndim - 1))
+
+
+def _taken(held: Array, places: Array) -> Array:
+    """Return what each block holds at its places, or all at the same: (blocks, ...) and (blocks or 1, threads)."""
+    taken: Array = held[np.arange(len(held))[:, None], places] if len(places) > 1 else held[:, places[0]]
+    return taken
 
 
 def _unordered(before: Array, now: Array) -> Array:

@@ -86,6 +86,16 @@ def _doubled(x: Array, y: Array, addend: Array | None = None) -> Array:
     return whole
 
 
+def _upper(x: Array, y: Array) -> Array:
+    """Return the upper half of the whole product."""
+    if x.itemsize < 8:
+        return (_doubled(x, y) >> 8 * x.itemsize).astype(x.dtype)
+    low, high = y & 0xFFFFFFFF, y >> 32
+    middle = (x >> 32) * low + ((x & 0xFFFFFFFF) * low >> 32)
+    upper: Array = (x >> 32) * high + (middle >> 32) + ((middle & 0xFFFFFFFF) + (x & 0xFFFFFFFF) * high >> 32)
+    return upper
+
+
 def _truncated(x: Array, y: Array, *, remainder: bool) -> Array:
     """Divide integers, rounding toward zero; division by zero, which may give anything, divides by one."""
     divisor = np.where(y == 0, x.dtype.type(1), y)
@@ -170,9 +180,10 @@ _ROWS: tuple[tuple[str, str, Callable[..., Any], str], ...] = (
     ("sub", "rn.f32.f16 rn.f32.bf16", lambda x, y: x.astype(_F32) - y, "T f32"),
     ("mul", f"{_FP32} {_NARROW}", np.multiply, "T"),
     ("mul.lo", _INTEGERS, np.multiply, "T"),
-    ("mul.hi", "s32 u32", lambda x, y: (_doubled(x, y) >> 32).astype(x.dtype), "T"),
+    ("mul.hi", "s32 u32 u64", _upper, "T"),
     ("mul.wide", "s16 u16 s32 u32", _doubled, "T"),
     ("mad.lo", _INTEGERS, lambda x, y, z: x * y + z, "T"),
+    ("mad.wide", "u16", _doubled, "T T u32"),
     ("mad.wide", "s32", _doubled, "T T s64"),
     ("mad.wide", "u32", _doubled, "T T u64"),
     ("div", _INTEGERS, partial(_truncated, remainder=False), "T"),
@@ -184,6 +195,7 @@ _ROWS: tuple[tuple[str, str, Callable[..., Any], str], ...] = (
     ("max", f"{_FP32} {_NARROW}", partial(_extreme, largest=True), "T"),
     ("min", f"{_FP32} {_NARROW}", partial(_extreme, largest=False), "T"),
     ("fma", "rn.f32 rn.ftz.f32 rn.f32x2 rn.f16 rn.bf16 rn.f16x2 rn.bf16x2", _fma, "T"),
+    ("fma", "rn.f32.f16 rn.f32.bf16", lambda x, y, z: fused(x.astype(_F32), y.astype(_F32), z), "T T f32"),
     ("div", "rn.f32 rn.ftz.f32", np.divide, "T"),
     ("div", "full.f32 full.ftz.f32 approx.f32 approx.ftz.f32", _quotient, "T"),
     ("ex2", "approx.f32 approx.ftz.f32", partial(_rounded_once, np.exp2), "T"),

@@ -1,7 +1,7 @@
 """PTX text as instructions (PTX ISA, Syntax): what they are called, what they read and write, where a branch goes."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from tiebreak.kernels.kernel import CannotRunError
@@ -12,7 +12,9 @@ _REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+(.+)", re.DOTALL)
 _STATEMENT = re.compile(r"(?:@(!?)(%?[\w$]+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
 _OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*")
 _PARAMETER = re.compile(r"([\w$]+)(\[\d+\])?\s*(?:,|$)")
-_SHARED = re.compile(r"\.extern\s+\.shared[^;]*?([\w$]+)\[\];")
+_SECTION = re.compile(r"\n\s*\.section")
+_TABLE = ".branchtargets"
+_SHARED = re.compile(r"\.shared[^;\[]*?([\w$]+)\[(\d*)\];")
 _ADDRESS = re.compile(r"\[\s*([%\w$]+)\s*(?:\+\s*(-?\w+))?\s*\]")
 
 
@@ -38,6 +40,11 @@ class Instruction:
     operands: tuple[Operand, ...]  # the destination first
     types: Mapping[str, str]  # of the registers that are declared so far
 
+    @property
+    def branches(self) -> bool:
+        """Whether it goes to a label, of several to the one whose number is its last operand."""
+        return self.opcode.startswith(("bra", "brx.idx"))
+
     def __str__(self) -> str:
         return f"{self.opcode} (line {self.line} of the PTX's body)"
 
@@ -52,24 +59,28 @@ def parsed(text: str) -> tuple[list[str], list[Instruction], dict[str, int]]:
     Raises:
         CannotRunError: it is none, or holds a statement that is not known here.
     """
-    text = _COMMENT.sub("", text).partition("\n\t.section")[0]
+    text = _SECTION.split(_COMMENT.sub("", text))[0]
     entry = _ENTRY.search(text)
     if entry is None:
         raise CannotRunError("the PTX has no kernel")
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
     parameters = _PARAMETER.findall(entry[1])
-    # Whose address is taken, a register is for the parser; that of shared memory is 0, as of what nobody has written.
-    types = dict.fromkeys([*(name for name, several in parameters if several), *_SHARED.findall(text)], "b64")
+    # Whose address is taken, a register is for the parser.
+    types = dict.fromkeys([*(name for name, several in parameters if several), *_in_shared_memory(text)], "b64")
     scopes: list[str] = [""]  # a label is known within its braces: those of inline assembly are alike
     inside: list[tuple[str, ...]] = []  # by instruction
+    label, tables = "", dict[str, list[str]]()  # the last one, and the labels that one stands for
     for line, statement in _statements(entry[3]):
         if statement == "{":
             scopes.append(f"{scopes[-1]}@{line}")
         elif statement == "}":
             scopes.pop()
         elif statement.endswith(":"):
-            labels[statement[:-1] + scopes[-1]] = len(instructions)
+            label = statement[:-1]
+            labels[label + scopes[-1]] = len(instructions)
+        elif statement.startswith(_TABLE):
+            tables[label] = statement.removeprefix(_TABLE).replace(",", " ").split()
         elif declared := _REGISTERS.match(statement):
             types = {**types, **dict.fromkeys(_names(declared[2]), declared[1])}
         elif match := _STATEMENT.fullmatch(statement):
@@ -79,24 +90,39 @@ def parsed(text: str) -> tuple[list[str], list[Instruction], dict[str, int]]:
         else:
             raise CannotRunError(f"the PTX statement {statement.split()[0]} is not executed here")
     for number, at in enumerate(instructions):
-        if at.opcode in ("bra", "bra.uni"):
-            target = next(name for scope in inside[number] if (name := f"{at.operands[0]}{scope}") in labels)
-            instructions[number] = replace(at, operands=(target,))
+        if at.branches:
+            *index, target = map(str, at.operands)
+            found = [_seen(name, inside[number], labels) for name in tables.get(target, [target])]
+            instructions[number] = replace(at, operands=(*found, *index))
     return [name for name, _ in parameters], instructions, labels
 
 
+def _in_shared_memory(text: str) -> list[str]:
+    """Return the names of what begins at the address 0, which a register has that nobody has written."""
+    found = _SHARED.findall(text)
+    if len(found) > 1 and any(size for _, size in found):
+        raise CannotRunError("several variables in shared memory are not executed here")
+    return [name for name, _ in found]
+
+
+def _seen(name: str, scopes: Iterable[str], labels: Container[str]) -> str:
+    """Return the label of a name in the innermost of some scopes."""
+    return next(label for scope in scopes if (label := name + scope) in labels)
+
+
 def _statements(body: str) -> Iterator[tuple[int, str]]:
-    """Yield statements, labels and braces of scopes, without directives except `.reg`."""
+    """Yield statements, labels, their tables, and braces of scopes, without directives except `.reg`."""
     begun = ""
     for line, text in enumerate(body.split("\n"), 1):
         whole = (begun + text).strip()
-        begun = f"{whole} " if whole and whole[0] != "." and whole[-1] not in ";:{}" else ""
+        starts = whole and (whole[0] != "." or whole.startswith(_TABLE))
+        begun = f"{whole} " if starts and whole[-1] not in ";:{}" else ""
         for part in [] if begun else re.split(r"(?<=:)\s|;", f"{whole} "):
             bare = part.strip()
             if bare.count("{") > bare.count("}"):
                 yield line, "{"
                 bare = bare.removeprefix("{").strip()
-            if bare and (bare[0] != "." or bare.startswith(".reg")):
+            if bare and (bare[0] != "." or bare.startswith((".reg", _TABLE))):
                 yield line, bare
 
 

@@ -1,10 +1,10 @@
 """Products of a warp: which thread holds which element (PTX ISA, Matrix Fragments for mma, wgmma and ldmatrix)."""
 
+import functools
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,20 +14,18 @@ from tiebreak.backends.interpreter.numbers import Array
 from tiebreak.backends.ptx.memory import WARP
 from tiebreak.backends.ptx.operations import TYPES
 from tiebreak.backends.ptx.parsing import Instruction
+from tiebreak.kernels.formats import FP32
 
 _MMA = re.compile(
     r"mma\.sync\.aligned\.m16n(8)k(\d+)\.row\.col\.f32\.(\w+)\.(\w+)\.f32"
     r"|wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(\d+)\.f32\.(\w+)\.(\w+)"
 )
 FORMATS = {"f16": "fp16", "bf16": "bf16", "tf32": "tf32", "e4m3": "fp8_e4m3", "e5m2": "fp8_e5m2"}
-_GROUP, _IN_GROUP = (np.arange(WARP) >> 2)[:, None, None], (np.arange(WARP) & 3)[:, None, None]
-_MIXING = np.random.default_rng(0).integers(2**63, size=2**12, dtype=np.uint64) * 2 + 1  # odd: no bit is lost
-_Places = tuple[Array, Array]  # rows and columns: (lanes, registers, elements of a register)
 
 
 @dataclass(frozen=True)
 class Product:
-    """One kind of product: 16 x n sums of k products each, which a warp holds."""
+    """One kind of product: 16 x n sums of k products each, which a warp holds in registers, uint32 (..., threads)."""
 
     k: int  # products of a sum
     a: str  # types of the operands
@@ -35,65 +33,100 @@ class Product:
     core: TensorCore  # how the products are added up
     n: int = 8
 
-    @cached_property
-    def _places(self) -> tuple[_Places, _Places, _Places]:
-        """The places of A's, B's and C's elements in the registers of a warp."""
+    def left(self, registers: Sequence[Array]) -> Array:
+        """Return A, fp32 (warps, 16, k)."""
         size = 4 // TYPES[self.a].itemsize  # elements of a register
-        register, along = np.arange(self.n // 2)[None, :, None], size * _IN_GROUP + np.arange(size)
-        of_a, of_b = register[:, : self.k // (2 * size)], register[:, : self.k // (4 * size)]
-        return (
-            (_GROUP + 8 * (of_a & 1) + 0 * along, along + 4 * size * (of_a >> 1)),
-            (along + 4 * size * of_b, _GROUP + 0 * along + 0 * of_b),
-            (_GROUP + 8 * (register >> 1 & 1), 8 * (register >> 2) + 2 * _IN_GROUP + (register & 1)),
-        )
+        lanes = [x.reshape(-1, 8, 4, 1).view(TYPES[self.a]) for x in registers]
+        tile = np.empty((len(lanes[0]), 2, 8, len(lanes) // 2, 4, size), np.float32)
+        for number, x in enumerate(lanes):
+            tile[:, number % 2, :, number // 2] = x
+        return tile.reshape(-1, 16, self.k)
 
-    def __call__(self, a: Array, b: Array, c: Array) -> Array:
-        """Return D = A B + C of every warp, from registers to registers: uint32, (..., threads, registers)."""
-        held = [x.reshape(-1, WARP * x.shape[-1]) for x in (a, b, c)]
-        first, number = _distinct(np.concatenate(held, 1))
-        right = _tile(held[1][first], self.b, (self.k, self.n), self._places[1])
-        sums = _tile(held[2][first], "f32", (16, self.n), self._places[2])
-        tiles = [torch.from_numpy(x) for x in (self.rows(held[0][first]), right, sums)]
-        d = tensor_core_matmul(tiles[0], tiles[1], tiles[2], self.core).numpy()
-        return self._registers(d)[number].reshape(c.shape)
+    def right(self, registers: Sequence[Array]) -> Array:
+        """Return the columns of B, fp32 (warps, 8, k)."""
+        lanes = [x.reshape(-1, 8, 4, 1).view(TYPES[self.b]) for x in registers]
+        return np.stack(lanes, 2).astype(np.float32).reshape(-1, 8, self.k)
 
-    def of_tiles(self, left: Array, right: Array, which: Array, c: Array) -> Array:
-        """Return D = A B + C of every warp as `multiplied`, where C and D are registers, uint32 (..., registers)."""
-        sums = _tile(c.reshape(len(left), -1), "f32", (16, self.n), self._places[2])
-        return self._registers(multiplied(left, right, which, sums, self.core)).reshape(c.shape)
+    def sums(self, registers: Sequence[Array]) -> Array:
+        """Return C, fp32 (warps, 16, n)."""
+        tile = np.empty((registers[0].size // WARP, 2, 8, self.n // 8, 4, 2), np.float32)
+        for number, x in enumerate(registers):
+            tile[:, number // 2 % 2, :, number // 4, :, number % 2] = x.reshape(-1, 8, 4).view(np.float32)
+        return tile.reshape(-1, 16, self.n)
 
-    def rows(self, held: Array) -> Array:
-        """Return the rows of A that warps hold in registers, (warps, 16, k), fp32."""
-        return _tile(held, self.a, (16, self.k), self._places[0])
-
-    def _registers(self, d: Array) -> Array:
-        return d.view(np.uint32)[:, self._places[2][0][..., 0], self._places[2][1][..., 0]]
+    def registers(self, sums: Array, shape: tuple[int, ...]) -> Iterator[Array]:
+        """Yield the registers that have D, as `sums` takes C from them, of this shape."""
+        tile = sums.view(np.uint32).reshape(-1, 2, 8, self.n // 8, 4, 2)
+        for number in range(self.n // 2):
+            yield tile[:, number // 2 % 2, :, number // 4, :, number % 2].reshape(shape)
 
 
-def multiplied(left: Array, right: Array, which: Array, sums: Array, core: TensorCore) -> Array:
-    """Return left @ right[which] + sums, fp32, all (some, 16, ...), where `right` may have fewer: each product once."""
-    parts = [x.reshape(len(left), -1).view(np.uint32) for x in (left, sums)]
-    first, number = _distinct(np.concatenate([*parts, np.repeat(which.astype(np.uint32), 2).reshape(-1, 2)], 1))
-    a, b, c = map(torch.from_numpy, (left[first], right[which[first]], sums[first]))
-    made: Array = tensor_core_matmul(a, b, c, core).numpy()[number]
+def multiplied(left: Array, right: Array, pairs: tuple[Array, Array], sums: Array, core: TensorCore) -> Array:
+    """Return left[i] @ right[j].T + sums of every pair of i and j, fp32 (pairs, 16, n).
+
+    Rows that are alike and one after the other, as padding is, are multiplied once, and those that add nothing never.
+
+    Args:
+        left: (some, 16, k)
+        right: (some, n, k)
+        pairs: i and j.
+        sums: what is there.
+        core: how the products are added up.
+    """
+    made = sums + np.float32(0)  # what adding nothing leaves
+    of_left, of_right = pairs
+    # Zeros add nothing, except to Inf and NaN, and to what has more bits than a term keeps.
+    skips = core.result is FP32 and core.fraction_bits > FP32.mantissa_bits and np.isfinite(left.sum() + right.sum())
+    rows, columns = (_any(x != 0) | (not skips) for x in (left, right))
+    tile, row = (rows[of_left] & _any(columns)[of_right, None]).nonzero()
+    if not len(tile):
+        return made
+    differs = _differs(right)
+    right, of_right = right[differs], (np.cumsum(differs) - 1)[of_right]
+    shown = columns.any(0)
+    a, b, c = left[of_left[tile], row], of_right[tile], made[tile, row] if shown.all() else made[tile, row][:, shown]
+    new = _differs(a) | _differs(b[:, None]) | _differs(c)
+    several = _rows_of(a[new], right[:, shown], b[new], c[new], core)
+    whole = made if shown.all() else made[..., shown]
+    whole[tile, row] = several[np.cumsum(new) - 1]
+    made[..., shown] = whole
     return made
 
 
-def _distinct(rows: Array) -> tuple[Array, Array]:
-    """Return where distinct rows, uint32, stand first, and the number of each row's: padding is much the same."""
-    keys = np.ascontiguousarray(rows).view(np.uint64)
-    _, first, number = np.unique(keys @ _MIXING[: keys.shape[1]], return_index=True, return_inverse=True)
-    if np.array_equal(keys[first[number]], keys):
-        return first, number
-    return np.arange(len(rows)), np.arange(len(rows))  # two have one hash
+def _differs(x: Array) -> Array:
+    """Return whether each is another, bit by bit, than the one before it."""
+    words = x.reshape(len(x), -1).view(np.uint32)
+    different = np.ones(len(x), bool)
+    different[1:] = _any(words[1:] != words[:-1])
+    return different
 
 
-def _tile(held: Array, kind: str, shape: tuple[int, int], places: _Places) -> Array:
-    """Return the tile that the lanes of each warp hold together, (warps, rows, columns), fp32."""
-    values: Any = held.view(TYPES[kind])
-    tile = np.empty((len(held), *shape), np.float32)
-    tile[:, places[0], places[1]] = values.reshape(-1, *np.broadcast_shapes(places[0].shape, places[1].shape))
-    return tile
+def _any(x: Array) -> Array:
+    """Return `x.any(-1)`, in words of several: numpy begins anew for every row."""
+    words = np.ascontiguousarray(x).view(f"u{math.gcd(x.shape[-1], 8)}")
+    met: Array = functools.reduce(np.bitwise_or, np.moveaxis(words, -1, 0)) != 0
+    return met
+
+
+def _rows_of(a: Array, right: Array, b: Array, c: Array, core: TensorCore) -> Array:
+    """Return a @ right[b].T + c, row by row, where rows of one b stand together: in tiles of them."""
+    start = np.flatnonzero(_differs(b[:, None]))
+    count = np.diff(start, append=len(b))
+    height = min((2**power for power in range(8)), key=lambda rows: int((-(-count // rows)).sum()) * (rows + 1))
+    tiles = -(-count // height)
+    place = np.arange(len(b)) + np.repeat(height * (np.cumsum(tiles) - tiles) - start, count)
+    there = np.zeros(height * tiles.sum(), np.int64)  # unused rows of a tile are like the first of all
+    there[place] = np.arange(len(b))
+    left, columns, sums = (
+        torch.from_numpy(x)
+        for x in (
+            a[there].reshape(-1, height, a.shape[1]),
+            right[np.repeat(b[start], tiles)].swapaxes(1, 2),
+            c[there].reshape(-1, height, c.shape[1]),
+        )
+    )
+    made: Array = tensor_core_matmul(left, columns, sums, core).numpy().reshape(-1, c.shape[1])[place]
+    return made
 
 
 def product_of(instruction: Instruction, card: str) -> Product:

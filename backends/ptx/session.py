@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -42,10 +43,10 @@ def executing(card: str, shared: int) -> Iterator[tuple[str, ...]]:
         stack.enter_context(absent(target, card, utils=utils, launcher_cls=_Launcher))
         stack.enter_context(compiling_text(executed=True))
         stack.enter_context(patch.object(JITFunction, "run", _compiling(JITFunction.run)))
-        if "cutlass" in sys.modules:  # a kernel in CuTe DSL was imported
-            from tiebreak.backends.ptx.cute import launching
-
-            stack.enter_context(launching(card))
+        for package, part in (("cutlass", "cute"), ("cuda.tile", "cutile")):
+            if package in sys.modules:  # a kernel in it was imported
+                launching = import_module(f"tiebreak.backends.ptx.{part}").launching
+                stack.enter_context(launching(card))
         stack.enter_context(patch.object(InterpretedFunction, "run", _refused))
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)  # a block's tiles are small
@@ -58,8 +59,10 @@ def _compiling(run: Callable[..., Any]) -> Callable[..., Any]:
     def compiling(self: Any, *args: object, **kwargs: object) -> Any:
         try:
             return run(self, *args, **kwargs)
-        except CompilationError as error:
-            reason = [line.strip() for line in str(error).splitlines() if line.strip()][-1]
+        except (CompilationError, RuntimeError) as error:
+            reason = next(filter(None, map(str.strip, reversed(str(error).splitlines()))), "")
+            if not isinstance(error, CompilationError) and "PassManager" not in reason:
+                raise
             raise CannotRunError(f"Triton does not compile it for this card: {reason}") from error
 
     return compiling

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from tiebreak.backends.interpreter.numbers import Array
-from tiebreak.backends.ptx.memory import WARP, WARPGROUP
+from tiebreak.backends.ptx.memory import WARPGROUP
 from tiebreak.backends.ptx.operands import Run, names_of, reader
 from tiebreak.backends.ptx.operations import TYPES
 from tiebreak.backends.ptx.parsing import Instruction
-from tiebreak.backends.ptx.products import product_of
+from tiebreak.backends.ptx.products import multiplied, product_of
 from tiebreak.backends.ptx.threads import Threads
 
 _ROWS = 64  # of the product of a warpgroup
@@ -47,11 +47,11 @@ def tiles(
     if layout >> 49 & 15 or layout >> 61 not in _WIDTHS:  # a base offset, another mode
         raise at.refused()
     width = _WIDTHS[layout >> 61]
-    places = (descriptors & np.uint64(_FIELD)).astype(np.int64)[:, None, None] * 16
-    places = places + _offsets(*shape, TYPES[kind].itemsize, turned, layout)
+    starts, number = np.unique((descriptors & np.uint64(_FIELD)).astype(np.int64) * 16, return_inverse=True)
+    places = starts[:, None, None] + _offsets(*shape, TYPES[kind].itemsize, turned, layout)
     places ^= places >> 3 & width - 16  # the swizzle is one of addresses: a descriptor may begin within a row
     block, column = owner
-    return threads.shared.operands(places, block, TYPES[kind], at, column).astype(np.float32)
+    return threads.shared.operands(places[number], block, TYPES[kind], at, column).astype(np.float32)
 
 
 def _product(at: Instruction, _: re.Match[str]) -> Run:
@@ -66,31 +66,34 @@ def _product(at: Instruction, _: re.Match[str]) -> Run:
 
     def multiply(threads: Threads, mask: Array) -> Array | None:
         groups, waits = threads.gathered(mask, WARPGROUP)
-        block, group = owner = groups.nonzero()
+        owner = block, _ = groups.nonzero()
         if not len(block):
             return waits
+        everyone = len(block) == groups.size
+        numbers = slice(None) if everyone else groups.ravel().nonzero()[0]
 
-        def taken(values: Sequence[Array]) -> Array:
-            """Return registers of the threads that multiply, (warpgroups, threads, registers)."""
-            held = [threads.full(value).reshape(*groups.shape, WARPGROUP)[owner] for value in values]
-            return np.stack(held, -1)
+        def taken(values: Sequence[Array]) -> list[Array]:
+            """Return registers of the threads that multiply, (warpgroups, threads)."""
+            return [threads.full(value).reshape(-1, WARPGROUP)[numbers] for value in values]
 
-        a, c = taken([read(threads) for read in a_reads]), taken(threads.sums(names))
-        c = np.where(taken([keep(threads)]), c, np.uint32(0))
-        columns = taken([b_read(threads)])[:, 0, 0]
-        right = tiles(threads, columns, owner, (product.n, product.k), product.b, turned=b_turned)
-        if held:
-            left = product.rows(a.reshape(-1, WARP * len(a_reads)))
-        else:
-            left = tiles(threads, a[:, 0, 0], owner, (_ROWS, product.k), product.a, turned=a_turned)
-        which = np.repeat(np.arange(len(right)), WARPGROUP // WARP)
-        d = product.of_tiles(left.reshape(-1, 16, product.k), right.swapaxes(1, 2), which, c)
-        values = np.zeros((len(names), *threads.shape), np.uint32)
-        values.reshape(-1, *groups.shape, WARPGROUP)[:, block, group] = np.moveaxis(
-            d.reshape(-1, WARPGROUP, len(names)), -1, 0
+        a, (keeps,), (columns,) = (
+            taken([read(threads) for read in a_reads]),
+            taken([keep(threads)]),
+            taken([b_read(threads)]),
         )
-        shown = np.repeat(groups, WARPGROUP, 1)
-        threads.bring(names, values, threads.everyone if shown.all() else shown, names_of(of_a) if held else ())
+        c = [value if keeps.all() else np.where(keeps, value, np.uint32(0)) for value in taken(threads.sums(names))]
+        right = tiles(threads, columns[:, 0], owner, (product.n, product.k), product.b, turned=b_turned)
+        if held:
+            left = product.left(a)
+        else:
+            left = tiles(threads, a[0][:, 0], owner, (_ROWS, product.k), product.a, turned=a_turned)
+        pairs = np.arange(len(right) * _ROWS // 16), np.repeat(np.arange(len(right)), _ROWS // 16)
+        d = multiplied(left.reshape(-1, 16, product.k), right, pairs, product.sums(c), product.core)
+        values = np.empty((len(names), groups.size, WARPGROUP), np.uint32)
+        for value, made in zip(values, product.registers(d, (-1, WARPGROUP)), strict=True):
+            value[numbers] = made
+        shown = threads.everyone if everyone else np.repeat(groups, WARPGROUP, 1)
+        threads.bring(names, values.reshape(-1, *threads.shape), shown, names_of(of_a) if held else ())
         return waits
 
     return multiply

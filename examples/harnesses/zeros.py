@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import tiebreak
-from tiebreak.cases.acceptance import RULES, ComparedTensor
 from tiebreak.kernels.formats import BF16
+from tiebreak.laboratory.acceptance import RULES, ComparedTensor
 
 BUDGET = "60s"
 HEADS = 4  # of a harness' inputs

@@ -11,6 +11,7 @@ from tiebreak.cases.case import JOINED
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments import kinds
 from tiebreak.matrix.workbench import Settings
+from tiebreak.plugins import registered
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import split
 from tiebreak.reports.records.record import Narrowing
@@ -32,6 +33,7 @@ class Option:
     needs: str | None = None  # the option without which it means nothing
     narrows: tuple[str, ...] = ()  # fields of a record by which it leaves cells out of a run
     form: tuple[str, str] = ("(?s).*", "")  # what its value matches, and that in words
+    look: str | None = None  # the plug-in of `tiebreak.checks` that does it: without it there is no such option
 
     @property
     def flag(self) -> str:
@@ -103,7 +105,7 @@ OPTIONS = {option.name: option for option in (
            choices=("rounded",), needs="kernel"),
     Option("rules", None,
            "say of every call which acceptance rules in public use would pass it; `tiebreak rules` lists them, and"
-           " `tiebreak rules FILE` shows what they said"),
+           " `tiebreak rules FILE` shows what they said", look="rules"),
     Option("captured", "DIR",
            "add the q, k, v, dO in DIR/inputs-STEP.safetensors (docs/your-kernel.md) as cases, in the format that they"
            " are in, fp32 rounded to --dtype; they run alone unless --cases is given", narrows=("case",)),
@@ -141,7 +143,7 @@ OPTIONS = {option.name: option for option in (
            needs="baseline"),
     Option("across", None, "the baseline is another platform's: bits are not compared", needs="baseline"),
     Option("update-baseline", None, "then make this run the baseline", needs="baseline"),
-)}  # fmt: skip
+) if option.look is None or option.look in registered("tiebreak.checks")}  # fmt: skip
 #: Options that `tiebreak check` takes too, which has its targets for --kernel.
 FORWARDED = {option.dest: option for option in OPTIONS.values() if option.name != "kernel"}
 _OF_OUTPUT = {"allow-missing", "rules", "expected", "save", "out", "baseline", "fail", "across", "update-baseline"}

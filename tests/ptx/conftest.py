@@ -65,12 +65,13 @@ def executed() -> Executed:
         *,
         outputs: int = 1,  # of a thread: further ones are the body's to write
         shared: int = 1024,
+        blocks: int = 1,
     ) -> torch.Tensor:
         given = torch.arange(threads, dtype=torch.int32) if inputs is None else inputs
         output = torch.zeros(outputs * threads, dtype=torch.int32)
         memory = KernelMemory("kernel", tuple(arguments_of({"X": given, "Y": output})))
         program = Program(KERNEL.format(body=body), card)
-        program.run(Launch((1, 1, 1), threads, shared, (given.data_ptr(), output.data_ptr()), memory))
+        program.run(Launch((blocks, 1, 1), threads, shared, (given.data_ptr(), output.data_ptr()), memory))
         return output
 
     return execute

@@ -89,6 +89,15 @@ def test_integers_wrap_as_integers_of_any_size_taken_modulo_their_width(
         assert expected is None or result == wrapped(expected, kind), numbers
 
 
+@pytest.mark.parametrize(("name", "z"), [("mul.hi.u64", None), ("mad.wide.u16", "u32")])
+def test_both_halves_of_a_product(name: str, z: str | None) -> None:
+    kind = name.rpartition(".")[2]
+    operands = [patterns(each, seed) for seed, each in enumerate(filter(None, [kind, kind, z]), 1)]
+    found = OPERATIONS[name].compute(*operands)
+    for result, a, b, *addend in zip(found.tolist(), *(each.tolist() for each in operands), strict=True):
+        assert result == (wrapped(a * b + addend[0], z) if z else a * b >> 64)
+
+
 @pytest.mark.parametrize("kind", ["s32", "u32"])
 def test_whole_products_and_fields(kind: str) -> None:
     x, y = patterns(kind, 1), patterns(kind, 2)
@@ -181,6 +190,15 @@ def test_a_narrow_number_less_a_wide_one_is_rounded_once() -> None:
     x, y = np.array([1.5, -3], TYPES["bf16"]), np.array([2**-24, 1], np.float32)
     assert OPERATIONS["sub.rn.f32.bf16"].compute(x, y).tolist() == [np.float32(1.5 - 2**-24), -4]
     assert OPERATIONS["add.rn.f32.bf16"].compute(x, y).tolist() == [1.5, -2]
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+def test_narrow_numbers_are_multiplied_and_added_to_a_wide_one_rounded_once(kind: str) -> None:
+    x, y, z = (np.random.default_rng(seed).uniform(1, 2, SOME) for seed in (1, 2, 3))
+    operands = x.astype(TYPES[kind]), y.astype(TYPES[kind]), (z * 2.0**-12).astype(np.float32)
+    found = OPERATIONS[f"fma.rn.f32.{kind}"].compute(*operands).tolist()
+    numbers = zip(*(operand.astype(np.float64).tolist() for operand in operands), strict=True)
+    assert found == [rounded(Fraction(a) * Fraction(b) + Fraction(c)) for a, b, c in numbers]
 
 
 def test_divisions_are_correctly_rounded_or_within_two_ulp() -> None:

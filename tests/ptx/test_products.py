@@ -7,7 +7,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from tiebreak.backends.ptx import products
+from tiebreak.backends.emulation.tensor_cores import core_of, tensor_core_matmul
+from tiebreak.backends.ptx.products import multiplied
 
 Executed = Callable[..., torch.Tensor]
 THREADS = 64
@@ -44,13 +45,8 @@ def tiles(values: NDArray[np.float32], element: Callable[[int, int], tuple[int, 
     return tile
 
 
-@pytest.mark.parametrize("alike", [False, True])
-def test_products_of_a_warp_are_those_of_its_tiles_each_after_the_sum_that_it_needs(
-    alike: bool, executed: Executed, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_of_a_warp_are_those_of_its_tiles_each_after_the_sum_that_it_needs(executed: Executed) -> None:
     """Three: the second needs the first's sum, the third does not. In small integers, so that sums are exact."""
-    if alike:  # every tile looks like the first until it is compared
-        monkeypatch.setattr(products, "_MIXING", products._MIXING * 0)
     random = np.random.default_rng(0)
     a, b, other, c = (random.integers(-4, 5, (THREADS, n)).astype(np.float32) for n in (8, 4, 4, 4))
     narrow = (torch.from_numpy(x).bfloat16().view(torch.int32) for x in (a, b, other))
@@ -70,3 +66,22 @@ def test_products_of_a_warp_are_those_of_its_tiles_each_after_the_sum_that_it_ne
         columns = [executed(f"{body} mov.b32 %r2, {name};", registers.T.contiguous()) for name in found]
         made = torch.stack(columns, -1).view(torch.float32).numpy()
         assert np.array_equal(tiles(made, c_element), expected)
+
+
+@pytest.mark.parametrize("kind", ["fp16", "fp8_e4m3"])  # terms of the second keep fewer bits than a sum
+@pytest.mark.parametrize("unusual", [0.0, np.inf])
+def test_rows_that_are_alike_or_add_nothing_get_the_bits_of_the_others(kind: str, unusual: float) -> None:
+    """Most are padding: rows and columns of zeros, rows that repeat; sums have 0 of both signs, tiny ones and Inf."""
+    random, core = np.random.default_rng(0), core_of("sm_89", kind)
+    left, right = (random.integers(-3, 4, (6, n, 32)).astype(np.float32) for n in (16, 8))
+    sums = random.standard_normal((24, 16, 8)).astype(np.float32) * 2.0 ** random.integers(-9, 9, (24, 16, 8))
+    sums = sums.astype(np.float32)
+    left[2:5], left[:2, 4:], right[1], right[:, 3] = left[4, 0], 0, 0, 0
+    right[5], sums[3:20], sums[:, 2:5] = right[4], sums[0, 0], [[[-0.0], [1e-44], [np.inf]]]
+    right[2, 5, 6] = unusual
+    pairs = np.arange(24) // 4 % 6, np.arange(24) // 2 % 6
+    a, b, c = (torch.from_numpy(x) for x in (left[pairs[0]], right[pairs[1]].swapaxes(1, 2), sums))
+    expected = tensor_core_matmul(a, b, c, core).numpy()
+    made = multiplied(left, right, pairs, sums, core)
+    assert np.array_equal(np.isnan(made), np.isnan(expected))
+    assert (made.view(np.uint32) == expected.view(np.uint32))[~np.isnan(made)].all()

@@ -1,7 +1,9 @@
 """What threads do together: branches, barriers, shared memory, copies; and what is refused rather than guessed."""
 
 from collections.abc import Callable
+from functools import reduce
 
+import numpy as np
 import pytest
 import torch
 
@@ -53,6 +55,46 @@ def test_who_comes_early_to_a_barrier_waits_for_who_stands_behind_it_in_the_text
     assert executed(body).tolist() == [*range(107, 139), *range(107, 139)]
 
 
+SPINNING = """mov.b32 %r2, 0; ld.param.b64 %rd3, [kernel_param_1]; setp.ge.u32 %p0, %r0, 32; @%p0 bra $GIVE;
+    $SPIN: ld.global.acquire.gpu.b32 %r2, [%rd3+256]; setp.ne.b32 %p1, %r2, 32; @%p1 bra $SPIN; bra $END;
+    $GIVE: red.release.gpu.global.add.s32 [%rd3+256], 1;
+    $END: ;"""
+
+
+def test_who_reads_the_same_again_and_again_waits_for_others(executed: Executed) -> None:
+    """As a block that waits for its turn: those that it waits for stand behind it in the text."""
+    assert executed(SPINNING, outputs=2).tolist() == [32] * 32 + [0] * 32 + [32] + [0] * 63
+    with pytest.raises(SharedMemoryError, match=r"wait for one another: 32 at ld\.global\.acquire"):
+        executed(SPINNING.replace("%p1, %r2, 32", "%p1, %r2, 33"), outputs=2)
+
+
+def test_numbers_are_added_to_a_place_thread_by_thread(executed: Executed) -> None:
+    """Each sum is rounded, and subnormal numbers are flushed (Parallel Synchronization, red)."""
+    given = torch.from_numpy(np.random.default_rng(0).normal(size=64).astype(np.float32))
+    given[7:9] = torch.tensor([2.0**-127, 1e4])
+    body = """ld.global.b32 %r3, [%rd0]; mov.b32 %r2, 0; ld.param.b64 %rd3, [kernel_param_1];
+    red.global.add.f32 [%rd3+256], %r3; setp.eq.u32 %p0, %r0, 7; @%p0 red.global.add.f32 [%rd3+260], %r3;"""
+    totals = [reduce(np.add, numbers, np.float32(0)) for numbers in (given.numpy(), given.numpy()[::-1])]
+    assert executed(body, given, outputs=2).view(torch.float32)[64:66].tolist() == [totals[0], 0]
+    assert totals[0] != totals[1]
+
+
+BRANCHES = """and.b32 %r3, %r0, 3; mov.b32 %r2, 0;
+    $T: .branchtargets
+        $L1,
+        $L2, $L3, $L1;
+    brx.idx %r3, $T;
+    $L1: add.s32 %r2, %r2, 100; bra $L3;
+    $L2: add.s32 %r2, %r2, 7;
+    $L3: bar.sync 0;"""
+
+
+def test_a_table_says_where_each_thread_goes(executed: Executed) -> None:
+    assert executed(BRANCHES).tolist() == [100, 7, 0, 100] * 16
+    with pytest.raises(CannotRunError, match=r"instruction brx\.idx"):
+        executed(BRANCHES.replace("$L3, $L1", "$L3"))
+
+
 @pytest.mark.parametrize(
     ("body", "sources"),
     [
@@ -102,6 +144,32 @@ def test_a_race_and_a_word_that_nobody_wrote_are_errors_that_name_the_instructio
 ) -> None:
     with pytest.raises(SharedMemoryError, match=message):
         executed(body)
+
+
+LAST = "mov.u32 %r9, %ctaid.x; setp.eq.s32 %p8, %r9, 2;"  # of three blocks
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (f"{WRITE} {LAST} @%p8 bra $L9; bar.sync 0; $L9: {OTHER_WARP}", "reads what another thread wrote"),
+        (f"{WRITE} bar.sync 0; {READ} {LAST} @!%p8 bra $L9; {WRITE} $L9:", "writes what another thread read"),
+        (f"{LAST} @!%p8 st.shared.b32 [%r1], %r0; ld.shared.b32 %r2, [%r1];", "reads what no thread has written"),
+        (f"{COPY} {LAST} @%p8 bra $L9; {WAIT} $L9: ld.shared.b32 %r2, [%r1];", "reads what an asynchronous copy"),
+    ],
+)
+def test_what_one_block_alone_does_wrong_is_missed(body: str, message: str, executed: Executed) -> None:
+    """Blocks run together, and those that do the same have one history."""
+    executed(body, blocks=2)
+    with pytest.raises(SharedMemoryError, match=message):
+        executed(body, blocks=3)
+
+
+def test_a_block_may_go_another_way_than_its_like(executed: Executed) -> None:
+    body = f"{WRITE} bar.sync 0; {LAST} mov.b32 %r2, %r0; @!%p8 bra $L9; xor.b32 %r3, %r1, 8; bar.sync 0;"
+    assert (
+        executed(f"{body} st.shared.b32 [%r3], %r0; bar.sync 0; $L9: {READ}", blocks=3).tolist() == (LANES ^ 3).tolist()
+    )
 
 
 def test_a_matrix_that_nobody_wrote_is_nan_and_lanes_vote(executed: Executed) -> None:

@@ -237,6 +237,13 @@ def rows_in_memory() -> tuple[NDArray[np.int64], NDArray[np.int64], torch.Tensor
 def test_a_product_takes_rows_from_tensor_memory(executed: Executed) -> None:
     a, b, words = rows_in_memory()
     assert np.array_equal(on_blackwell(128, executed, from_memory(), words), 2 * a @ b.T)
+    hinting = from_memory().replace("kind::f16", "kind::f16.collector::a::discard")
+    showing = hinting.replace("%r13, %p", "%r13, {%r16, %r16, %r16, %r16}, %p").replace(
+        ELECTED, f"mov.b32 %r16, 0; {ELECTED}"
+    )
+    assert np.array_equal(on_blackwell(128, executed, showing, words), 2 * a @ b.T)
+    with pytest.raises(CannotRunError, match=r"instruction tcgen05\.mma"):  # lanes that are left as they are
+        on_blackwell(128, executed, showing.replace("%r16, 0;", "%r16, 1;"), words)
 
 
 @pytest.mark.parametrize(
@@ -251,7 +258,7 @@ def test_a_product_takes_rows_from_tensor_memory(executed: Executed) -> None:
         (from_memory(behind=STORED), r"tcgen05\.st.* writes what a product may still read, in tensor memory"),
         (from_memory(behind="bar.sync 0; st.shared.b32 [%r1+16384], %r0;"), r"writes what a product may still read"),
         (from_memory(wait=""), r"tcgen05\.ld.* reads what a product is bringing"),
-        (from_memory(wait=LOADED.replace("%r14]", "%r14+40]")), r"reads what nobody has written, in tensor memory"),
+        (from_memory().replace("[%r10+32]", "[%r10+40]"), r"reads what nobody has written, in tensor memory"),
         (  # of a product that was asked for after the commit
             from_memory(behind=f"@%p3 {ONCE} [%r10+16], [%r10+32], %b, %r13, %p4;", wait=f"{AWAITED} {LATER}"),
             r"tcgen05\.ld.* reads what a product is bringing",
@@ -264,6 +271,14 @@ def test_a_product_takes_rows_from_tensor_memory(executed: Executed) -> None:
 def test_what_tensor_memory_does_not_have_yet_is_an_error(body: str, message: str, executed: Executed) -> None:
     with pytest.raises(SharedMemoryError, match=message):
         on_blackwell(128, executed, body, rows_in_memory()[2])
+
+
+def test_tensor_memory_that_nobody_has_written_is_nan(executed: Executed) -> None:
+    """A compiler begins a loop that may not be entered, and drops what it read."""
+    words = rows_in_memory()[2]
+    found = on_blackwell(128, executed, f"{from_memory()} {LOADED.replace('%r14]', '%r14+40]')}", words)
+    assert np.isnan(found[:, :8]).all()
+    assert not np.isnan(found[:, 8:]).any()
 
 
 @pytest.mark.parametrize(

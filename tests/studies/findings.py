@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from tiebreak.programs.findings import known_findings, surprises
+from tiebreak.laboratory.findings import known_findings, surprises
 from tiebreak.studies.pages import PageTable, table
 
 _HEAD = ("what, where", "how large", "who is hit", "shown by", "guarded by", "mended by")

@@ -3,14 +3,14 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from tiebreak.cases.acceptance import OF_GRADIENTS
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.cases.verdicts import judge
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.kernel import Declaration
+from tiebreak.laboratory.acceptance import OF_GRADIENTS
+from tiebreak.laboratory.rules import rule_answers, share_text
 from tiebreak.matrix.workbench import CaseBench, Settings
-from tiebreak.programs.rules import rule_answers, share_text
 from tiebreak.reports.records.record import RuleAnswer, Shown
 from tiebreak.reports.tables.texts import shown_text
 from tiebreak.studies.pages import PageTable, table

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tiebreak.cases.acceptance import FEWEST_SEEDS, OF_GRADIENTS, RULES, ComparedTensor, RuleResult, answers
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.formats import BF16, FP16, FP32
 from tiebreak.kernels.vendor import through_autograd
+from tiebreak.laboratory.acceptance import FEWEST_SEEDS, OF_GRADIENTS, RULES, ComparedTensor, RuleResult, answers
+from tiebreak.laboratory.rules import compared
 from tiebreak.matrix.workbench import CaseBench, Settings
-from tiebreak.programs.rules import compared
 
 
 def of(*rows: list[float]) -> ComparedTensor:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tiebreak.cases.acceptance import OF_GRADIENTS, RULES
+from tiebreak.laboratory.acceptance import OF_GRADIENTS, RULES
 from tiebreak.reports import cli
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import RuleAnswer

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tiebreak.programs import findings
-from tiebreak.programs.findings import SURPRISES, surprises
+from tiebreak.laboratory import findings
+from tiebreak.laboratory.findings import SURPRISES, surprises
 from tiebreak.reports.cli import main
 
 pytestmark = pytest.mark.quick

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tiebreak.programs import findings
-from tiebreak.programs.findings import KnownFinding, known_findings
+from tiebreak.laboratory import findings
+from tiebreak.laboratory.findings import KnownFinding, known_findings
 from tiebreak.reports.cli import main
 from tiebreak.reports.errors import UsageError
 
@@ -34,7 +34,7 @@ def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / f"{row.id}.py").write_text(SCRIPTS.get(row.id, ""))
         object.__setattr__(row, "script", f"{row.id}.py")
     monkeypatch.setattr(findings, "known_findings", lambda: rows)
-    monkeypatch.setattr(findings, "files", lambda name: tmp_path)
+    monkeypatch.setattr(findings, "REPORTS", tmp_path)
 
 
 @pytest.mark.usefixtures("known")

@@ -129,12 +129,10 @@ def drawn() -> dict[str, set[str]]:
 
 def test_the_table_names_every_room_where_it_is_installed_from() -> None:
     settings = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
-    folders = {"tiebreak": "kernels/public", "tiebreak.reports.known": "docs/reports"} | {
-        f"tiebreak.{name}": room.folder for name, room in ROOMS.items()
-    }
+    folders = {"tiebreak": "kernels/public"} | {f"tiebreak.{name}": room.folder for name, room in ROOMS.items()}
     assert settings["package-dir"] == folders
     packages = {name for name, module in modules().items() if module.package}
-    data = {f"tiebreak.reports.{name}" for name in ("baselines", "known", "platforms")}  # without a module
+    data = {f"tiebreak.reports.{name}" for name in ("baselines", "platforms")}  # without a module
     assert set(settings["packages"]) == packages - {PUBLIC} | {"tiebreak"} | data
     links = {path.name: path.resolve() for path in (CHECKOUT / ".typing/tiebreak").iterdir()}
     public = {name: CHECKOUT / "kernels/public" / name for name in ("__init__.py", "__init__.pyi", "plugins.py")}

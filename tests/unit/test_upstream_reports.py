@@ -20,9 +20,9 @@ import torch
 
 from tiebreak.cases.feature_cases import EVERY
 from tiebreak.cases.gpt2.snippets import SNIPPETS
+from tiebreak.laboratory.findings import KnownFinding, installed, known_findings
 from tiebreak.matrix.checks import checks
 from tiebreak.matrix.questions.usage import QUESTIONS
-from tiebreak.programs.findings import KnownFinding, installed, known_findings
 
 FOLDER = Path(__file__).parents[2] / "docs" / "reports"
 REPORTS = {each.id: each for each in known_findings() if each.script}

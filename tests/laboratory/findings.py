@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from importlib import metadata
-from importlib.resources import as_file, files
 from pathlib import Path
 
 from tiebreak.programs.processes import finished
@@ -22,10 +21,10 @@ from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import pick
 from tiebreak.reports.tables.run import counted
 
-_FILE = "findings.toml"
 _SOURCES = "TIEBREAK_SOURCES"  # a folder of unpacked wheels, whose packages count as installed
 _SECONDS = 120.0  # that a script may take; the longest, which compiles C++, takes 16
-SURPRISES = Path(__file__).parents[2] / "findings"  # scripts that install what they ask; a wheel has none
+SURPRISES = Path(__file__).parents[2] / "findings"  # scripts that install what they ask
+REPORTS = Path(__file__).parents[2] / "docs" / "reports"  # the list, and scripts for packages as they are installed
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ def surprises() -> dict[str, str]:
 
 def known_findings() -> list[KnownFinding]:
     """Return the rows of docs/findings.md that have a script."""
-    text = files("tiebreak.reports.known").joinpath(_FILE).read_text(encoding="utf-8")
+    text = (REPORTS / "findings.toml").read_text(encoding="utf-8")
     return [KnownFinding(**each) for each in tomllib.loads(text)["finding"]]
 
 
@@ -125,12 +124,12 @@ def answer_of(finding: KnownFinding) -> ScriptAnswer:
     root, version = next(installed(finding.package), ("", ""))
     if not version:
         return ScriptAnswer(finding, State.NOT_INSTALLED, why=f"pip install --no-deps {finding.package}")
-    with as_file(files("tiebreak.reports.known").joinpath(finding.script)) as script:
-        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-        try:
-            done = finished([sys.executable, str(script)], {**os.environ, "PYTHONPATH": path}, seconds=_SECONDS)
-        except UsageError as error:
-            return ScriptAnswer(finding, State.UNDECIDED, version, str(error))
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    command = [sys.executable, str(REPORTS / finding.script)]
+    try:
+        done = finished(command, {**os.environ, "PYTHONPATH": path}, seconds=_SECONDS)
+    except UsageError as error:
+        return ScriptAnswer(finding, State.UNDECIDED, version, str(error))
     failed = done.returncode not in (PASSED, FAILED) or done.stderr.startswith("Traceback")
     state = State.UNDECIDED if failed else State.PRESENT if done.returncode else State.ABSENT
     last = (done.stderr if failed else done.stdout).strip().splitlines()[-1:]

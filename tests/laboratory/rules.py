@@ -6,11 +6,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tiebreak.cases.acceptance import OF_GRADIENTS, RULES, ComparedTensor, Rule, answers
 from tiebreak.kernels.backward_passes import BACKWARD_PASSES
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.inputs import GRADIENT_NAMES, AttentionOutput
 from tiebreak.kernels.kernel import Declaration
+from tiebreak.laboratory.acceptance import OF_GRADIENTS, RULES, ComparedTensor, Rule, answers
 from tiebreak.matrix.checks import Look
 from tiebreak.matrix.sample import Sample
 from tiebreak.matrix.workbench import CaseBench

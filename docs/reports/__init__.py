@@ -1,1 +1,0 @@
-"""Findings in other people's software, and the scripts by which `tiebreak findings` asks for them."""
