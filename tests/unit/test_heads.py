@@ -73,6 +73,20 @@ def test_nor_do_small_faults(which: str, factor: float) -> None:
     assert run(wrong(which, factor), "random_odd", 32).fails
 
 
+@pytest.mark.parametrize(("factor", "passes"), [(1.0, True), (1.02, False)])
+def test_nor_in_a_kernel_that_takes_pages_alone(factor: float, *, passes: bool) -> None:
+    """No plain input asks it for its plan: it is held to what its bits on pages leave open."""
+
+    def paged(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, cache_seqlens: Tensor) -> Tensor:
+        keys = slice(int(cache_seqlens[0]))
+        k, v = (pool[block_table].transpose(1, 2).flatten(2, 3)[:, :, keys] for pool in (k, v))
+        o = detached(q, k, v)
+        o[:, ::8] *= factor
+        return o.to(q.dtype)
+
+    assert run(users_kernel("paged", paged, KernelOptions(backward="none")), "paged_ties", 64).passes is passes
+
+
 @pytest.mark.parametrize(
     ("kernel", "case", "seed"), [("attention", "random_scaled", 2), ("detached", "random_wide", 3)]
 )
