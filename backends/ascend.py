@@ -223,10 +223,8 @@ def p_cast(run: Callable[[AttentionInputs], Tensor]) -> str:
 
     `run` is the kernel, from inputs to O, both on the host. On random scores that happens once in 2^16, and does not
     show in the bias of O. Here every P-bar but the maximum's is a tie, in half of the heads above a neighbour with an
-    even last bit, in the other half above an odd one.
-
-    Returns:
-        `rne`, `rtna` or `rtz`; `not seen` where its exponential misses the ties; `none known` else.
+    even last bit, in the other half above an odd one. It is `rne`, `rtna` or `rtz`; `not seen` where the exponential
+    misses the ties; `none known` else.
     """
     odd = torch.tensor([[False], [True]]).expand(2, _P_HEADS)
     inputs = tied_p_bar(np.random.Generator(np.random.Philox(1)), odd)

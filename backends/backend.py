@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -61,8 +61,7 @@ class Backend:
     def assuming(self, card: str) -> "Backend":
         """Return a backend that computes as an absent card would; itself, where the device is present.
 
-        Raises:
-            ValueError: nothing is known of such a card; one line with those that are.
+        ValueError: nothing is known of such a card; one line with those that are.
         """
         del card
         return self
@@ -96,11 +95,7 @@ class Backend:
         return (*(composed_kernel(name) for name in composed), *self.vendor_kernels())
 
     def kernel(self, name: str) -> Kernel:
-        """Return the kernel called `name`: one of the device's own, or any composed one.
-
-        Raises:
-            ValueError: the backend has no such kernel; the message lists what it has.
-        """
+        """Return the kernel called `name`: the device's own, or any composed one; ValueError lists what it has."""
         vendor = {kernel.name: kernel for kernel in self.vendor_kernels()}
         if name not in vendor and not self.composed:
             raise ValueError(f"unknown kernel {name!r}: {self.name} has {', '.join(vendor)}")
@@ -125,11 +120,7 @@ class Backend:
         return nullcontext(())
 
     def run(self, kernel: Kernel, inputs: AttentionInputs, *, gradients: bool) -> AttentionOutput:
-        """Run a kernel on the device and bring its output back to the host.
-
-        Raises:
-            Exception: whatever the kernel raises.
-        """
+        """Run a kernel on the device and bring its output back to the host; raises whatever the kernel raises."""
         with self.in_use() as assumed:
             output = kernel.compute(to_device(inputs, self.device), self.arithmetic, gradients)
             return replace(to_device(output, "cpu"), assumed="; ".join(sorted(assumed)))
@@ -140,13 +131,12 @@ _Moved = TypeVar("_Moved", AttentionInputs, AttentionOutput, Gradients)
 
 def to_device(value: _Moved, device: str) -> _Moved:
     """Return the same dataclass with every tensor in it on `device`."""
-    moved: dict[str, Any] = {}
-    for each in fields(value):
-        part = getattr(value, each.name)
-        if isinstance(part, torch.Tensor) and part.device != torch.device(device):
-            moved[each.name] = part.to(device)
+    moved, there = dict[str, Any](), torch.device(device)
+    for name, part in vars(value).items():
+        if isinstance(part, torch.Tensor) and part.device != there:
+            moved[name] = part.to(there)
         elif isinstance(part, Gradients):
-            moved[each.name] = to_device(part, device)
+            moved[name] = to_device(part, device)
     return replace(value, **moved) if moved else value
 
 

@@ -57,11 +57,10 @@ def fingerprint(arithmetic: Arithmetic, device: str) -> Mapping[str, str | float
 
 
 def plan_changes(arithmetic: Arithmetic, device: str) -> tuple[str, ...]:
-    """Return the properties of a device's bf16 products that a plan must name.
+    """Return the properties of a device's bf16 products that a plan must name; None where there is nothing to say.
 
-    Returns:
-        Changes of a plan, as declarations have them, each with those before it: how products are added up, then after
-        how many terms P V is rounded where it is in the inputs' format. None where there is nothing to say.
+    They are changes of a plan, as declarations have them, each with those before it: how products are added up, then
+    after how many terms P V is rounded where it is in the inputs' format.
     """
     fitting = accumulators_of(arithmetic, device)
     changes = [f"accumulator={fitting[0].name.lower()}"] if fitting and Accumulator.EXACT not in fitting else []
@@ -74,11 +73,8 @@ def accumulators_of(arithmetic: Arithmetic, device: str) -> tuple[Accumulator, .
     """Return the accumulators whose emulation has all bits of a device's products of bf16.
 
     Masks show the order of terms; tails next to a tie of bf16, or next to 1 and -1, show the width and rounding of
-    sums; numbers at the edge of the normal range show flushing.
-
-    Returns:
-        Several where these products don't tell them apart; none where no accumulator is known that does so, or the
-        device's cast is in no known mode.
+    sums; numbers at the edge of the normal range show flushing. There are several where these products don't tell them
+    apart; none where no accumulator is known that does so, or the device's cast is in no known mode.
     """
     mode = _mode_of_products(arithmetic, device)
     if mode is None:

@@ -32,8 +32,7 @@ BACKENDS = _Backends("tiebreak.backends", Backend, {backend.name: backend for ba
 def resolved(names: str) -> str:
     """Return a comma list of backends with the name instead of each path/to/file.py:NAME, which is then registered.
 
-    Raises:
-        LoadError: a file can't be imported, has no backend of that name, or one that is called as another is.
+    LoadError: a file can't be imported, has no backend of that name, or one that is called as another is.
     """
     return ",".join(_brought(name) if ".py:" in name else name for name in map(str.strip, names.split(",")))
 

@@ -32,8 +32,7 @@ class TorchArithmetic:
     def cast(self, x: Tensor, cast: Cast, random: Tensor | None = None) -> Tensor:
         """Return the device's own cast; a stochastic one, which no torch device has, in integers on the device.
 
-        Raises:
-            CannotRunError: to a format that torch devices do not compute in.
+        CannotRunError: to a format that torch devices do not compute in.
         """
         if cast.rounding is Rounding.STOCHASTIC:
             return round_to(x, cast.fmt, cast.rounding, random_bits=random)
@@ -54,8 +53,7 @@ class TorchArithmetic:
     def exp_of_fma(self, x: Tensor, factor: float, addend: Tensor, exponential: Exponential) -> Tensor:
         """Return the device's exponential of a fused multiply-add computed in float64: torch has none to call.
 
-        Raises:
-            CannotRunError: the device has no float64.
+        CannotRunError: the device has no float64.
         """
         if not self.has_fp64:
             raise CannotRunError("a contracted plan takes a fused multiply-add, which this device's torch has not")

@@ -31,11 +31,7 @@ class DeviceError(RuntimeError):
 
 @contextmanager
 def remedies(device: str, has_fp64: bool) -> Iterator[None]:
-    """Turn the errors of a device that have a remedy into one line with it.
-
-    Raises:
-        DeviceError: the device is out of memory, or has no float64.
-    """
+    """Turn the errors of a device that have a remedy into one line with it; DeviceError: no memory, or no float64."""
     try:
         yield
     except (RuntimeError, TypeError) as error:  # the latter is MPS's
@@ -148,8 +144,7 @@ def torch_device(name: str) -> TorchDevice:
 def torch_devices(words: Iterable[str]) -> dict[str, Backend]:
     """Return the backends that a list names as torch:DEVICE; a glob means the accelerator that torch has here.
 
-    Raises:
-        ValueError: torch knows no such device, and no installed package brings one; one line.
+    ValueError: torch knows no such device, and no installed package brings one; one line.
     """
     devices: dict[str, Backend] = {}
     for word in (word for word in words if word.startswith(PREFIX)):

@@ -45,8 +45,7 @@ class Rounding(enum.Enum):
 class Format:
     """A signed binary floating-point format with subnormals, all of whose values are float32 values.
 
-    Raises:
-        ValueError: a value beyond float32, or no number in the top exponent of a format without Inf.
+    ValueError: a value beyond float32, or no number in the top exponent of a format without Inf.
     """
 
     name: str  # in tables and on the command line
@@ -123,12 +122,9 @@ _EXMY = re.compile(r"E([2-8])M([0-9]|1[0-9]|2[0-3])")
 
 
 def parse_format(name: str) -> Format:
-    """Return the format of this name: one of this module's, or ``E<x>M<y>``, IEEE-like, with Inf.
+    """Return the format of this name: one of this module's, or ``E<x>M<y>``, IEEE-like, with Inf; ValueError: none is.
 
     So ``E4M3`` (largest 240) is not ``fp8_e4m3`` (largest 448).
-
-    Raises:
-        ValueError: no format has this name.
     """
     if name in _KNOWN:
         return _KNOWN[name]
@@ -143,10 +139,8 @@ def ulp(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Return the spacing of a format's values at |x|, exact, in float64; NaN where x is NaN or Inf.
 
     That is ``2 ** (max(floor(log2 |x|), fmt.min_exponent) - fmt.mantissa_bits)``; around 0, and below the smallest
-    normal value, the spacing of the subnormals. Beyond the largest value the format is taken to go on.
-
-    Raises:
-        TypeError: x is not float64.
+    normal value, the spacing of the subnormals. Beyond the largest value the format is taken to go on. TypeError: x is
+    not float64.
     """
     if x.dtype != torch.float64:
         raise TypeError(f"ulp takes a float64 tensor, not {x.dtype}")

@@ -224,10 +224,7 @@ TARGETS = tuple(dict.fromkeys(target for target, _, _ in _CORES))  # names of th
 def core_of(target: str, a: str, b: str | None = None) -> TensorCore:
     """Return the tensor core of one of `TARGETS` that multiplies two operand formats and adds up in fp32.
 
-    The two formats, of `OPERANDS`, are equal unless both are fp8.
-
-    Raises:
-        ValueError: The target is not known to multiply them.
+    The two formats, of `OPERANDS`, are equal unless both are fp8. ValueError: the target is not known to multiply them.
     """
     formats = (a, a if b is None else b)
     core = _CORES.get((target, *formats))

@@ -29,11 +29,7 @@ _TYPES[tl.int1] = np.dtype(bool)
 
 
 def numpy_type(dtype: tl.dtype) -> np.dtype[Any]:
-    """Return the numpy type of a Triton type: a block's is its elements', a pointer's an address.
-
-    Raises:
-        CannotRunError: there is none.
-    """
+    """Return the numpy type of a Triton type: a block's its elements', a pointer's an address; CannotRunError: none."""
     element = dtype.scalar
     if element.is_ptr():
         return np.dtype(np.uint64)

@@ -116,6 +116,30 @@ def _access(at: Instruction, match: _Match) -> Run:
     return access
 
 
+def _acquired(at: Instruction, _: _Match) -> Run:
+    """Bind a load in which another block is waited for: who reads there what it has read before waits."""
+    place, write, read = place_of(at.operands[1], at), writer(at.operands[0], at), TYPES["u32"]
+
+    def load(threads: Threads, mask: Array) -> Array:
+        shown, addresses = threads.full(mask), place(threads)
+        found = np.stack([addresses, threads.memory.read(addresses, shown, read, at).astype(np.int64)])
+        before = threads.acquired.setdefault(at.line, np.full_like(found, -1))
+        again: Array = shown & (found == before).all(0)
+        np.copyto(before, found, where=shown)
+        write(threads, 0, found[1].astype(read), shown & ~again)
+        return again
+
+    return load
+
+
+def _reduced(at: Instruction, match: _Match) -> Run:
+    place, kind = place_of(at.operands[0], at), match[1]
+    read = reader(at.operands[1], f"u{TYPES[kind].itemsize * 8}", at)
+    return lambda threads, mask: threads.memory.add(
+        place(threads), threads.full(mask), threads.full(read(threads)), kind, at
+    )
+
+
 def _parameter(at: Instruction, match: _Match) -> Run:
     write, address, dtype = writer(at.operands[0], at), at.operands[1], TYPES[match[1]]
     count = len(names_of(at.operands[0]))
@@ -252,11 +276,14 @@ def _products(run: Sequence[Instruction], card: str) -> Run:
 
 
 _BINDERS: Mapping[str, Callable[[Instruction, _Match], Run]] = {
+    r"ld(?:\.acquire\.gpu\.global|\.global\.acquire\.gpu)\.[bu]32": _acquired,
+    r"red(?:\.(?:relaxed|release|gpu|global))*\.add\.(\w+)": _reduced,
     # Caches, and an order among blocks, which run in lock step or one after the other, change nothing here.
     r"(ld|st)(?:\.(?:volatile|weak|relaxed|acquire|release|gpu|cta|sys))*\.(global|shared)(?:::cta)?"
     r"(?:\.(?:nc|c[agsv]|w[bt]|L[12]::\w+))*(?:\.v[248])?\.(\w+)": _access,
     r"ld\.param(?:\.v[24])?\.(\w+)": _parameter,
     r"mov\.b(32|64)": _move,
+    r"mapa\.shared::cluster\.u32": lambda at, _: _calculation(replace(at, opcode="mov.u32", operands=at.operands[:2])),
     r"cvta\.param\.u64": lambda at, _: _calculation(replace(at, opcode="mov.u64")),
     r"cp\.async\.c[ag]\.shared\.global(?:\.L2::\w+)*": _copy,
     r"cp\.async\.(commit_group|wait_group)": _of_copies,

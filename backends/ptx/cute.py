@@ -90,7 +90,13 @@ def launching(card: str) -> Iterator[None]:
     with ExitStack() as stack:
         folder = stack.enter_context(TemporaryDirectory())
         stack.enter_context(
-            patch.multiple(environment, arch=card + _SUFFIX.get(card, ""), keep_ptx=True, dump_dir=folder)
+            patch.multiple(
+                environment,
+                arch=card + _SUFFIX.get(card, ""),
+                keep_ptx=True,
+                dump_dir=folder,
+                enable_tvm_ffi=True,  # by which alone a tensor can be on another device
+            )
         )
         named = {"FLASH_ATTENTION_ARCH": card, "FLASH_ATTENTION_NUM_SMS": str(count)}
         stack.enter_context(patch.dict(os.environ, named))

@@ -3,7 +3,7 @@
 import ctypes
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ _PARAMETER = re.compile(
     r"(\.hidden\s+)?\.param(?:\s+\.align\s+(\d+))?\s+\.[a-z]+(\d+)(?:\s+\.(?:ptr|global|align\s+\d+))*\s+[\w$]+(?:\[(\d+)\])?"
 )
 _CLUSTERS = re.compile(r"\.reqnctapercluster\s+(?!1\b)")
+_CLUSTER = 4  # cudaLaunchAttributeClusterDimension
 _THREADS, _STATIC = re.compile(r"\.reqntid\s+([\d, ]+)"), re.compile(r"\.shared[^;\[]*\[(\d+)\];")
 # Of a tensor map: bytes of a type's number, and bits of its first word that are known: version, axes - 1, type,
 # swizzle; and two that are set for any tensor, or for rows of 256 bytes.
@@ -67,11 +68,21 @@ class Driver:
             count = math.prod(map(int, threads[1].split(",")) if threads else block)
             shared += sum(map(int, _STATIC.findall(kernel.text)))
             memory = KernelMemory(kernel.name, tuple(arguments_of({"an argument": self.tensors})))
-            _program(kernel.text, card).run(Launch((x, y, z), count, shared, bits, memory, maps))
+            program = _program(kernel.text, card)
+            if any(number == _CLUSTER and sizes != [1, 1, 1] for number, _, *sizes in _attributes(config)):
+                raise CannotRunError(f"{kernel.name}, launched in clusters of blocks, is not executed here")
+            program.run(Launch((x, y, z), count, shared, bits, memory, maps))
         except Exception as error:  # whatever a program raises
             self.error = error
             return 1
         return 0
+
+
+def _attributes(config: int) -> Iterator[list[int]]:
+    """Yield the first numbers of a launch's attributes: its own number, one that is none, and what it says."""
+    attributes, count = (ctypes.c_uint64 * 2).from_address(config + 40)
+    for number in range(count & 0xFFFFFFFF):
+        yield list((ctypes.c_uint * 5).from_address(attributes + 72 * number))
 
 
 def put(at: int, number: int, kind: Any = NUMBER) -> int:

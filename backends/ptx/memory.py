@@ -13,6 +13,7 @@ from triton._C.libtriton import interpreter as native
 
 from tiebreak.backends.interpreter.memory import KernelMemory
 from tiebreak.backends.interpreter.numbers import Array
+from tiebreak.backends.ptx.operations import OPERATIONS, TYPES
 from tiebreak.backends.ptx.parsing import Instruction
 
 WARP = 32  # threads
@@ -45,6 +46,21 @@ class Global:
         """Write unsigned integers; where two threads write to one place, the later thread wins."""
         self._allowed.check(addresses.view(np.uint64), mask, values.itemsize, None, "writes")
         native.store(addresses.view(np.uint64), values, mask)
+
+    def add(self, addresses: Array, mask: Array, values: Array, kind: str, at: Instruction) -> None:
+        """Add numbers of a type, unsigned as bits, to places: the first block's first, which is one of many orders.
+
+        Subnormal numbers are flushed (PTX ISA, red, and cp.reduce.async.bulk).
+        """
+        dtype, compute = TYPES[kind], OPERATIONS["add.rn.ftz.f32" if kind == "f32" else f"add.{kind}"].compute
+        addresses, values = addresses[mask], values[mask]
+        order = np.argsort(addresses, kind="stable")
+        turn = np.arange(order.size) - np.searchsorted(addresses[order], addresses[order])  # of those for one place
+        for number in range(turn.max(initial=-1) + 1):
+            chosen = order[turn == number]
+            where, shown = addresses[chosen], np.ones(chosen.shape, bool)
+            total = compute(self.read(where, shown, values.dtype, at).view(dtype), values[chosen].view(dtype))
+            self.write(where, shown, total.astype(dtype).view(values.dtype), at)
 
 
 class Shared:

@@ -15,7 +15,9 @@ from tiebreak.kernels.kernel import CannotRunError
 #: What the threads of a mask, bool (blocks, threads), do; and which of them can't go on yet, having done nothing.
 Run = Callable[[Threads, Array], Array | None]
 Read = Callable[[Threads], Array]
-_SPECIAL = re.compile(r"%(?:tid\.x|(?:n?cta|cluster)id\.[xyz]|laneid)")  # a block is alone in its cluster
+_SPECIAL = re.compile(
+    r"%(?:tid\.x|(?:n?cta|cluster)id\.[xyz]|laneid|cluster_ctarank)"
+)  # a block is alone in its cluster
 
 
 def idle(_: Instruction, __: re.Match[str]) -> Run:

@@ -59,6 +59,7 @@ class Threads:
         self._taken: dict[str, Array] = {}
         self.barriers: dict[int, Any] = {}  # mbarriers, by their address
         self.named: dict[int, Any] = {}  # barriers of so many threads, by their number
+        self.acquired: dict[int, Array] = {}  # by line the addresses and numbers that a load found there last
         self._active = self.everyone
         self.instruction = Instruction(0, "", False, "", (), {})  # that is executed
         thread = np.arange(launch.threads, dtype=np.uint32)[None]

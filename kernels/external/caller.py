@@ -174,9 +174,8 @@ class Caller:
     def compute(self, inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
         """Call the function, as `Compute` of a kernel: O in fp32 and, if wanted and it has them, the gradients.
 
-        Raises:
-            CannotRunError: the function broke its contract, raised NotImplementedError, needs a GPU, or has no config.
-            Exception: whatever else the function raises.
+        CannotRunError: the function broke its contract, raised NotImplementedError, needs a GPU, or has no config.
+        Whatever else it raises is raised.
         """
         del arithmetic  # it brings its own
         options, Tuning.taken = self.convention.options, False

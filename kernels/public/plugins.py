@@ -89,8 +89,7 @@ class Door(Mapping[str, _T]):
 def registered(group: str) -> Mapping[str, PlugIn]:
     """Return what a group has, by name, the suite's own first; of two of one name the first.
 
-    Raises:
-        PluginError: the suite's own are not registered: cells would be missing without a word.
+    PluginError: the suite's own are not registered: cells would be missing without a word.
     """
     from importlib.metadata import EntryPoint, entry_points  # slow to import, and most commands don't ask
 

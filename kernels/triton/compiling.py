@@ -35,11 +35,7 @@ def not_interpreting() -> str | None:
 
 @cache
 def source(part: str) -> ModuleType:
-    """Return one module of `device/`, by its name in the folder.
-
-    Raises:
-        ValueError: triton is not installed.
-    """
+    """Return one module of `device/`, by its name in the folder; ValueError: triton is not installed."""
     if (reason := missing()) is not None:
         raise ValueError(reason)
     # Without the user's switch: what triton.jit decorates under it can't be compiled. What is compiled can be both.

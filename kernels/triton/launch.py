@@ -61,11 +61,7 @@ class TritonCall:
 
     @classmethod
     def from_inputs(cls, inputs: AttentionInputs, declaration: Declaration) -> "TritonCall":
-        """Return the call that a declaration makes of some inputs, whose tensors may be of any type.
-
-        Raises:
-            ValueError: `refusal` gives the reason.
-        """
+        """Return the call that a declaration makes of inputs, of any type; ValueError: `refusal` gives the reason."""
         reason = refusal(inputs, declaration, interpreted=inputs.q.device.type == "cpu")
         if reason is not None:
             raise ValueError(reason)
@@ -109,8 +105,7 @@ class TritonCall:
     def launch(self, part: str, kernel: str, grid: tuple[int, ...], *args: Tensor | int, config: Config) -> None:
         """Run one kernel of a module of `device/` on q, K, V, the padding, `args`, and the lengths of queries and keys.
 
-        Raises:
-            ValueError: the device has too little shared memory for it, or is the host and interprets nothing.
+        ValueError: the device has too little shared memory for it, or is the host and interprets nothing.
         """
         from triton import OutOfResources
 
@@ -214,10 +209,8 @@ def backward(call: TritonCall, o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tens
 def run(inputs: AttentionInputs, arithmetic: object, gradients: bool, *, declaration: Declaration) -> AttentionOutput:
     """Compute attention as declared, by the Triton kernels: O, the log-sum-exp and, if asked for, gradients with delta.
 
-    The inputs are on a GPU, or on the host, where `tiebreak.backends.interpreter` runs them; of any type.
-
-    Raises:
-        ValueError: no triton, or inputs that the kernels or the device can't take.
+    The inputs are on a GPU, or on the host, where `tiebreak.backends.interpreter` runs them; of any type. ValueError:
+    no triton, or inputs that the kernels or the device can't take.
     """
     del arithmetic  # the kernels bring their own
     call = TritonCall.from_inputs(inputs, declaration)

@@ -7,7 +7,6 @@ from itertools import accumulate, chain
 from pathlib import Path
 from typing import NamedTuple
 
-from tiebreak.reports.errors import UsageError
 from tiebreak.reports.page.mechanism import HistogramSide
 from tiebreak.reports.page.svg import Figure, Series, as_file, draw
 from tiebreak.reports.records import store
@@ -176,8 +175,6 @@ def _fall(run: Run, chosen: Sequence[Record]) -> Figure | None:
 
 def save_training(grids: Sequence[TrainingGrid], path: Path) -> None:
     """Draw training runs to an SVG file: a figure a backend and snippet, a row a kernel, a mark for every seed."""
-    if path.suffix != ".svg":
-        raise UsageError(f"--figure {path}: figures are SVG files: name one that ends in .svg")
     charts = (_seeds(grid, case) for grid in grids for case in grid.cases)
     store.write_text(as_file(*(draw(figure) for figure in charts if figure.rows)), path)
 

@@ -45,6 +45,7 @@ EXCUSES = pytest.StashKey[Excuses]()  # failures that are excused
 ACCOUNT = pytest.StashKey[str]()  # a cell's own account of why it did not hold
 _poisoned = pytest.StashKey[bool]()  # of the session: whether its device is beyond use for this process
 _cells = pytest.StashKey[Mapping[str, Cell]]()
+_FROZEN = list[pytest.Session]()  # of this process, whose items no garbage collection looks at; gc counts each anew
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -237,9 +238,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Exempt thousands of items, which last as long as the session, from every later garbage collection."""
-    if not gc.get_freeze_count():  # else it is a run inside of a test, whose session has done so
+    if not _FROZEN:  # else it is a run inside of a test, whose session has done so
+        _FROZEN.append(session)
         gc.freeze()
-        session.config.add_cleanup(gc.unfreeze)
+        session.config.add_cleanup(_thaw)
+
+
+def _thaw() -> None:
+    _FROZEN.clear()
+    gc.unfreeze()
 
 
 def poison(item: pytest.Item) -> None:

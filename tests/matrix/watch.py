@@ -127,10 +127,8 @@ class Watchdog:
     def over(self, cell: Cell) -> Iterator[None]:
         """End the process if a cell's kernel takes too much CPU time, or the cell ten times as long by the clock.
 
-        A signal, or a thread in C, ends it: a kernel may hold Python's lock for ever.
-
-        Raises:
-            BudgetSpentError: it is not begun, or is ended, since the budget is spent, or leaves it out.
+        A signal, or a thread in C, ends it: a kernel may hold Python's lock for ever. BudgetSpentError: it is not
+        begun, or is ended, since the budget is spent, or leaves it out.
         """
         left = self.budget.left
         if cell.id in self.budget.left_out or (min(left) < math.inf and self.pace.expected(expected(cell)) > min(left)):

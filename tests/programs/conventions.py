@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from tiebreak.backends.backend import Backend
-from tiebreak.kernels.external.kernels import UserKernel, external_kernel
+from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.kernels.external.loading import EXPECTED
-from tiebreak.kernels.external.options import LoadError
 from tiebreak.kernels.features import BIAS, KEY_PADDING, SINK, SOFTCAP
 from tiebreak.kernels.formats import Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError, first_line
-from tiebreak.programs.identify import FORMATS, devices
+from tiebreak.programs.identify import FORMATS, devices, loaded
 from tiebreak.reports import terminal
 from tiebreak.reports.cli import PASSED, Parser
 from tiebreak.reports.errors import UsageError
@@ -37,10 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     terminal.check_folders(json=options.json)
     (backend,) = devices(options.backend, options.targets)
-    try:
-        kernels = [external_kernel(target, flags=options.declare) for target in options.targets]
-    except LoadError as error:
-        raise UsageError(str(error).removeprefix("--kernel ")) from error
+    kernels = loaded(options.targets, options.declare)
     told = {kernel.name: dict(conventions(kernel, backend, FORMATS[options.dtype])) for kernel in kernels}
     if options.json != terminal.STDOUT:
         names = list(dict.fromkeys(name for each in told.values() for name in each))

@@ -3,11 +3,11 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
 from tiebreak.backends.backend import Backend
-from tiebreak.kernels.external.kernels import external_kernel
+from tiebreak.kernels.external.kernels import UserKernel, external_kernel
 from tiebreak.kernels.external.loading import EXPECTED
 from tiebreak.kernels.external.options import LoadError
 from tiebreak.kernels.formats import BF16, FP16
@@ -30,10 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     terminal.check_folders(json=options.json)
     identities, failures = list[Identity](), dict[str, str]()
     backends = devices(options.backend, options.targets, options.card)
-    try:
-        kernels = [external_kernel(target, flags=options.declare) for target in options.targets]
-    except LoadError as error:
-        raise UsageError(str(error).removeprefix("--kernel ")) from error
+    kernels = loaded(options.targets, options.declare)
     for backend in backends:
         for kernel in kernels:
             tell = lambda line, name=kernel.name: terminal.say(f"{name}: {line}")  # noqa: E731
@@ -71,6 +68,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=count, default=1, metavar="N", help="of inputs that choose no plan (default: 1)")
     parser.add_argument("--json", metavar="FILE", help="write it as JSON too; -: to the terminal, and nothing else")
     return parser
+
+
+def loaded(targets: Iterable[str], declare: Sequence[str] = ()) -> list[UserKernel]:
+    """Return users' kernels, which this verb names without --kernel; it is bad usage if one is none."""
+    try:
+        return [external_kernel(target, flags=declare) for target in targets]
+    except LoadError as error:
+        raise UsageError(str(error).removeprefix("--kernel ")) from error
 
 
 def devices(names: str, targets: Sequence[str], card: str | None = None) -> list[Backend]:

@@ -257,10 +257,8 @@ def measure(
 ) -> Measured:
     """Send the tokens through a model once, and each call of attention through kernels, q, k and v in a format.
 
-    Elements of O below a quarter of sum P |V| are left out: they have cancelled.
-
-    Raises:
-        UsageError: the model raises, or makes no call that can be asked, or its tokens are no independent samples.
+    Elements of O below a quarter of sum P |V| are left out: they have cancelled. UsageError: the model raises, or makes
+    no call that can be asked, or its tokens are no independent samples.
     """
     if len(set(map(tuple, model.tokens.tolist()))) < len(model.tokens):
         raise UsageError(f"{model.name}: tokens has a sequence twice, and sequences are the samples")

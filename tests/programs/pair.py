@@ -108,15 +108,19 @@ def pair(a: Target, b: Target, *, tell: Tell = lambda line: None, **options: Unp
     folders = [folder_of(target) for target in (a, b)]
     plans = [None if folder else plan_of(target) for target, folder in zip((a, b), folders, strict=True)]
     names = (chosen.backend or ",".join((CPU if plan is None else EMULATION).name for plan in plans)).split(",")
-    backends = {each.name: each for each in matching_backends(Selection(backends=",".join(names), card=chosen.card))}
-    if len(names) > len(plans) or not backends.keys() >= set(names):
-        raise UsageError(f"--backend {chosen.backend}: expected one name for both, or one each")
-    slow = any(backend.slower > 1 for backend in backends.values())
+    cards = [chosen.card] if chosen.card is None else chosen.card.split(",")
+    found = [matching_backends(Selection(backends=",".join(names), card=card)) for card in cards]
+    by_name = [{backend.name: backend for backend in each} for each in (found[0], found[-1])]
+    for flag, given, several in (("backend", chosen.backend, names), ("as", chosen.card, cards)):
+        if len(several) > len(plans) or not by_name[0].keys() >= set(names):
+            raise UsageError(f"--{flag} {given}: expected one name for both, or one each")
+    backends = by_name[0][names[0]], by_name[1][names[-1]]
+    slow = any(backend.slower > 1 for backend in backends)
     kernels = [
         probed(folder, Path(str(target)).name, chosen.declare)
         if folder
-        else ProbedKernel(backends[name], kernel_of(target, plan, backends[name], chosen.declare), fmt)
-        for target, plan, name, folder in zip((a, b), plans, (names[0], names[-1]), folders, strict=True)
+        else ProbedKernel(backend, kernel_of(target, plan, backend, chosen.declare), fmt)
+        for target, plan, backend, folder in zip((a, b), plans, backends, folders, strict=True)
     ]
     if any(folders):
         return _answered((a, b), kernels, folders, chosen.cases, tell)
@@ -124,7 +128,7 @@ def pair(a: Target, b: Target, *, tell: Tell = lambda line: None, **options: Unp
     formats = tuple(FORMATS.values()) if chosen.dtype is None else (fmt,)
     through = partial(through_model, formats=formats, model=model, tell=tell)
     first = _side(_name(a), kernels[0], chosen.seed, tell)
-    same = (a, names[0]) == (b, names[-1])  # one kernel is asked once
+    same = (a, names[0], cards[0]) == (b, names[-1], cards[-1])  # one kernel is asked once
     sides = first, first if same else _side(_name(b), kernels[1], chosen.seed, tell)
     no_model = chosen.model == _NONE or (slow and chosen.model is None)
     verdict = judge_pair(sides, fmt, cases, Settings(chosen.seed, chosen.heads), tell, None if no_model else through)
@@ -243,7 +247,7 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(name, metavar=name.upper(), help=what)
     add = parser.add_argument
     add("--backend", metavar="NAME[,NAME]", help="of both, or of each (default: cpu; of a plan: emulation)")
-    add("--as", dest="card", metavar="CARD", help="of --backend interpreter, ptx: compute as this card")
+    add("--as", dest="card", metavar="CARD[,CARD]", help="of --backend interpreter, ptx: compute as this card, or each")
     add("--declare", action="append", default=[], metavar="WORD=VALUE", help="as of tiebreak check")
     add("--cases", metavar="NAMES", help="inputs, and questions of invariance (default: two dozen)")
     add("--dtype", choices=FORMATS, help="of q, k and v (default: bf16; through the model fp16 too)")

@@ -212,8 +212,7 @@ def normal_inputs(fmt: Format, size: Size, seed: int) -> AttentionInputs:
 def tolerances(cell: Cell, bench: Workbench, size: Size) -> Tolerances:
     """Return what the plan of a cell's kernel allows in its format at a size, and what the kernel uses of it.
 
-    Raises:
-        CannotRunError: the kernel does not take such a call, or raises, or its plan bounds nothing.
+    CannotRunError: the kernel does not take such a call, or raises, or its plan bounds nothing.
     """
     fmt, known = cell.fmt, settled_plan_of(cell, bench)
     plan = cell.kernel.declaration or on_device(cell.backend).get(known.followed or "")

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import tiebreak
 from tiebreak.backends.interpreter import INTERPRETER
 from tiebreak.backends.ptx import PTX
 from tiebreak.backends.ptx.session import executing
@@ -17,6 +18,7 @@ from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.selection import Selection, cells
 from tiebreak.matrix.workbench import Settings, Workbench
+from tiebreak.programs.pair import PairOptions
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records.record import SKIPPED, UNBIASED, Run
 
@@ -56,6 +58,13 @@ def test_the_suites_kernel_has_the_interpreters_bits_forward_and_backward(kernel
     assert ours.gradients is not None
     assert theirs.gradients is not None
     assert all(map(torch.equal, *((x.dq, x.dk, x.dv) for x in (ours.gradients, theirs.gradients))))
+
+
+def test_a_pair_is_of_two_cards() -> None:
+    options: PairOptions = {"backend": "interpreter", "card": "sm_80,sm_90", "cases": "no_tail", "heads": 4}
+    verdict = tiebreak.pair("triton_flash", "triton_flash", **options)
+    assert [side.backend for side in verdict.sides] == ["interpreter as sm_80", "interpreter as sm_90"]
+    assert "interpreter as sm_80 and triton_flash on interpreter as sm_90" in verdict.headline
 
 
 def test_what_the_card_lacks_is_a_skip_with_the_compilers_reason() -> None:

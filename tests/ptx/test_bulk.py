@@ -134,6 +134,44 @@ def test_what_a_copy_has_not_brought_or_may_still_read_is_an_error(body: str, me
         executed(body)
 
 
+# Bytes in a line: from %rd0's words into shared memory and, as fp32, added to them.
+LINE = """@%p0 mbarrier.arrive.expect_tx.shared.b64 _, [%r2], 256;
+    mov.u32 %r9, %cluster_ctarank; mapa.shared::cluster.u32 %r10, %r1, %r9; mov.b32 %r11, 256;
+    @%p0 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r10], [%rd2], %r11, [%r2];
+"""
+ADDED = """@%p0 cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%rd2], [%r1], 256;
+    cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;
+"""
+FLOATS = """griddepcontrol.wait; add.s32 %r7, %r1, %r6; cvt.rn.f32.s32 %r8, %r0; st.shared.b32 [%r7], %r8;
+    fence.proxy.async; bar.sync 0;
+"""
+
+
+@pytest.mark.quick
+def test_bytes_in_a_line_are_copied_and_added() -> None:
+    """Twice the thread's number is added to zeros, then that is brought back and added (cp.reduce.async.bulk)."""
+    first = FLOATS + ADDED * 2
+    words = executed(f"{first} bar.sync 0; {LINE} {WAIT} {ADDED}")[2]
+    assert words.view(torch.float32)[:64].tolist() == [4.0 * number for number in range(64)]
+    small = torch.tensor([2.0**-127, -(2.0**-127)]).view(torch.int32).tolist()
+    first = first.replace("cvt.rn.f32.s32 %r8, %r0", f"mov.b32 %r8, {small[0]}")
+    assert not executed(first)[2].any()  # subnormal numbers are flushed
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (LINE + READ, "reads what an asynchronous copy is bringing"),
+        (LINE.replace(", 256;", ", 128;", 1) + WAIT + READ, r"wait for one another: 64 at mbarrier\.try_wait"),
+        (FILL + "bar.sync 0;" + ADDED, "reads what was written, and no fence.proxy.async since"),
+        (LINE + WAIT + ADDED.replace("cp.async.bulk.wait_group 0;", WRITE), "writes what a product may still read"),
+    ],
+)
+def test_what_bytes_in_a_line_have_not_brought_or_may_still_be_read_is_an_error(body: str, message: str) -> None:
+    with pytest.raises(SharedMemoryError, match=message):
+        executed(body)
+
+
 @pytest.mark.parametrize(
     ("change", "body"),
     [

@@ -192,6 +192,15 @@ def test_a_narrow_number_less_a_wide_one_is_rounded_once() -> None:
     assert OPERATIONS["add.rn.f32.bf16"].compute(x, y).tolist() == [1.5, -2]
 
 
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+def test_narrow_numbers_are_multiplied_and_added_to_a_wide_one_rounded_once(kind: str) -> None:
+    x, y, z = (np.random.default_rng(seed).uniform(1, 2, SOME) for seed in (1, 2, 3))
+    operands = x.astype(TYPES[kind]), y.astype(TYPES[kind]), (z * 2.0**-12).astype(np.float32)
+    found = OPERATIONS[f"fma.rn.f32.{kind}"].compute(*operands).tolist()
+    numbers = zip(*(operand.astype(np.float64).tolist() for operand in operands), strict=True)
+    assert found == [rounded(Fraction(a) * Fraction(b) + Fraction(c)) for a, b, c in numbers]
+
+
 def test_divisions_are_correctly_rounded_or_within_two_ulp() -> None:
     x, y = (np.random.default_rng(seed).uniform(1, 2, SOME).astype(np.float32) for seed in (1, 2))
     scale = np.float32(2.0) ** np.random.default_rng(3).integers(-125, 125, SOME).astype(np.float32)

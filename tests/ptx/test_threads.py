@@ -1,7 +1,9 @@
 """What threads do together: branches, barriers, shared memory, copies; and what is refused rather than guessed."""
 
 from collections.abc import Callable
+from functools import reduce
 
+import numpy as np
 import pytest
 import torch
 
@@ -51,6 +53,30 @@ def test_who_comes_early_to_a_barrier_waits_for_who_stands_behind_it_in_the_text
     { bra $L4; add.s32 %r2, %r2, 5000; $L4:
     }"""
     assert executed(body).tolist() == [*range(107, 139), *range(107, 139)]
+
+
+SPINNING = """mov.b32 %r2, 0; ld.param.b64 %rd3, [kernel_param_1]; setp.ge.u32 %p0, %r0, 32; @%p0 bra $GIVE;
+    $SPIN: ld.global.acquire.gpu.b32 %r2, [%rd3+256]; setp.ne.b32 %p1, %r2, 32; @%p1 bra $SPIN; bra $END;
+    $GIVE: red.release.gpu.global.add.s32 [%rd3+256], 1;
+    $END: ;"""
+
+
+def test_who_reads_the_same_again_and_again_waits_for_others(executed: Executed) -> None:
+    """As a block that waits for its turn: those that it waits for stand behind it in the text."""
+    assert executed(SPINNING, outputs=2).tolist() == [32] * 32 + [0] * 32 + [32] + [0] * 63
+    with pytest.raises(SharedMemoryError, match=r"wait for one another: 32 at ld\.global\.acquire"):
+        executed(SPINNING.replace("%p1, %r2, 32", "%p1, %r2, 33"), outputs=2)
+
+
+def test_numbers_are_added_to_a_place_thread_by_thread(executed: Executed) -> None:
+    """Each sum is rounded, and subnormal numbers are flushed (Parallel Synchronization, red)."""
+    given = torch.from_numpy(np.random.default_rng(0).normal(size=64).astype(np.float32))
+    given[7:9] = torch.tensor([2.0**-127, 1e4])
+    body = """ld.global.b32 %r3, [%rd0]; mov.b32 %r2, 0; ld.param.b64 %rd3, [kernel_param_1];
+    red.global.add.f32 [%rd3+256], %r3; setp.eq.u32 %p0, %r0, 7; @%p0 red.global.add.f32 [%rd3+260], %r3;"""
+    totals = [reduce(np.add, numbers, np.float32(0)) for numbers in (given.numpy(), given.numpy()[::-1])]
+    assert executed(body, given, outputs=2).view(torch.float32)[64:66].tolist() == [totals[0], 0]
+    assert totals[0] != totals[1]
 
 
 BRANCHES = """and.b32 %r3, %r0, 3; mov.b32 %r2, 0;

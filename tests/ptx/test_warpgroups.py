@@ -237,6 +237,13 @@ def rows_in_memory() -> tuple[NDArray[np.int64], NDArray[np.int64], torch.Tensor
 def test_a_product_takes_rows_from_tensor_memory(executed: Executed) -> None:
     a, b, words = rows_in_memory()
     assert np.array_equal(on_blackwell(128, executed, from_memory(), words), 2 * a @ b.T)
+    hinting = from_memory().replace("kind::f16", "kind::f16.collector::a::discard")
+    showing = hinting.replace("%r13, %p", "%r13, {%r16, %r16, %r16, %r16}, %p").replace(
+        ELECTED, f"mov.b32 %r16, 0; {ELECTED}"
+    )
+    assert np.array_equal(on_blackwell(128, executed, showing, words), 2 * a @ b.T)
+    with pytest.raises(CannotRunError, match=r"instruction tcgen05\.mma"):  # lanes that are left as they are
+        on_blackwell(128, executed, showing.replace("%r16, 0;", "%r16, 1;"), words)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,11 @@ from tiebreak import plugins
 from tiebreak.cases.bounds import UNDECLARED
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.matrix import checks, experiments, resolver, workbench
+from tiebreak.matrix.identification import settling
 from tiebreak.matrix.questions import comparison, session
 from tiebreak.matrix.questions.comparison import exact
 from tiebreak.matrix.questions.session import Session
+from tiebreak.matrix.workbench import Settled
 
 # Queries, keys, d, query heads, key heads, causal.
 SHAPES = {
@@ -42,6 +44,25 @@ def shared_cases() -> Iterator[None]:
     """Make inputs of a case, and what the candidates make of them, once for all kernels of a file."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(workbench, "CaseBench", lru_cache(maxsize=9)(workbench.CaseBench))
+        yield
+
+
+@pytest.fixture(scope="module")
+def settled_once() -> Iterator[None]:
+    """Ask kernels of the same text for their plan once for all tests of a file."""
+    known, settle = dict[Hashable, Settled](), settling._settle
+
+    def once(probed: Any, seed: int) -> Settled:
+        caller, at = probed.kernel.caller, (probed.backend.name, probed.fmt.name, seed)
+        file = Path(caller.function.__code__.co_filename)
+        text = file.read_text(encoding="utf-8") if file.is_file() else caller.function
+        key = text, caller.function.__qualname__, str(caller.convention.options), *at
+        if key not in known:
+            known[key] = settle(probed, seed)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(settling, "_settle", once)
         yield
 
 

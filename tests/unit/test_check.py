@@ -24,6 +24,7 @@ from tiebreak.reports.records.decode import decode
 from tiebreak.reports.records.record import Answer, CaseRecord, ExperimentRecord, Explanation, PlanRecord, Record, Run
 from tiebreak.reports.schemas import schema_of
 
+pytestmark = pytest.mark.usefixtures("settled_once")
 KERNEL = """
 import torch
 

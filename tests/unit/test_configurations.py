@@ -10,6 +10,7 @@ from tiebreak.programs import check
 from tiebreak.programs.configurations import Configurations, Looks
 from tiebreak.reports import cli
 
+pytestmark = pytest.mark.usefixtures("settled_once")
 KERNEL = """
 import torch
 

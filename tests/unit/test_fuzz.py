@@ -321,7 +321,7 @@ def test_a_planted_defect_is_found_made_small_and_fails_again_by_the_command_tha
 ) -> None:
     monkeypatch.delenv("TIEBREAK_FUZZ", raising=False)
     pytester.path.joinpath("mine.py").write_text(DEFECT, encoding="utf-8")
-    kernel = external_kernel("mine.py:attention")
+    kernel = external_kernel("mine.py:attention", "fp32_inside")  # to look for one takes longer than an example
     with pytest.raises(pytest.fail.Exception) as failed:
         fuzz([(CPU, kernel)], Path("out") / "fuzz", 40)
     message = str(failed.value)

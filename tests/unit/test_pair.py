@@ -392,6 +392,10 @@ def test_inputs_that_the_nearest_plan_misses_are_named(monkeypatch: pytest.Monke
             "--backend emulation: a kernel of yours ",
         ),
         (("standard", "standard", "--backend", "cpu,emulation,cpu"), "--backend cpu,emulation,cpu: expected one name "),
+        (
+            ("standard", "standard", "--backend", "interpreter", "--as", "sm_80,sm_90,exact"),
+            "expected one name for both",
+        ),
         (("standard", "standard", "--backend", "gpu"), "--backend: backend 'gpu' is called cuda"),
         (("standard", "standard", "--cases", "no_tial"), "--cases: unknown case 'no_tial': did you mean no_tail"),
         (("standard", "standard", "--cases", "invariance[batch]"), "nothing can be compared: --cases names no call"),

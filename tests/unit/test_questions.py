@@ -163,6 +163,11 @@ def declines(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, scale: float 
     return scaled(q, k, v, causal, scale)
 
 
+def breaks(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None) -> Tensor:
+    o = scaled(q, k, v, causal, scale)
+    return o[:, :, 1:] if scale is None else o
+
+
 def required(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
     return scaled(q, k, v, causal, scale)
 
@@ -185,6 +190,7 @@ def anything(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
         (refuses, {}, records.CRASHED, "; scale left out (default None), as scale="),
         (declines, {}, records.FAILED, "causal left out (default True)"),
         (declines, {"own_defaults": "causal"}, records.SKIPPED, "no scale"),
+        (breaks, {}, records.FAILED, "returned shape (2, 4, 63, 40), expected (2, 4, 64, 40)"),
         (sound, {}, records.MEASURED, ""),
         (required, {}, records.SKIPPED, "no parameter with a default"),
         (anything, {}, records.SKIPPED, "no parameter with a default"),

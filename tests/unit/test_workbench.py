@@ -1,6 +1,7 @@
 """What cells of one case share: computed once, and the same to the bit as without sharing."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -120,3 +121,21 @@ def test_the_references_gradients_are_computed_once_a_batch(bench: Workbench, mo
     for name in ("flash@paper", "standard"):
         run_cell(cell(name, "random_causal"), bench)
     assert len(asked) == 1
+
+
+def test_errors_are_those_of_an_earlier_emulated_output_with_the_same_bits_and_of_no_other(bench: Workbench) -> None:
+    of_case, plan = bench.case(CASES["random_causal"], BF16), declared("flash@paper")
+    output, errors = of_case.emulated(0, plan)
+    assert output.gradients is not None
+    of_gradients = partial(of_case.gradient_errors, declaration=plan)
+    gradient_errors = of_gradients(output.gradients, emulated=True)
+    same = replace(output, o=output.o.clone())
+    assert of_case.measure(0, same, plan) is errors
+    assert of_gradients(replace(output.gradients, dv=output.gradients.dv.clone()), emulated=False) is gradient_errors
+    other = replace(output, o=output.o.clone())
+    other.o[-1, -1, -1, -1] *= 2
+    assert of_case.measure(0, other, plan).max_ulps > errors.max_ulps
+    assert of_case.measure(0, other, plan) is not of_case.measure(0, other, plan)  # a device's output is not kept
+    assert of_case.measure(0, same, declared("flash@fused")).error_over_bound != errors.error_over_bound
+    for unlike in (output.o.mT.contiguous().mT, output.o.masked_fill(output.o == output.o[0, 0, 0, 0], -0.0)):
+        assert of_case.measure(0, replace(output, o=unlike), plan) is not errors

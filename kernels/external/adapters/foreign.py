@@ -25,11 +25,7 @@ class Foreign:
     formats: tuple[Format, ...] = ()  # of inputs that it takes; none: all
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """Call the function.
-
-        Raises:
-            NotImplementedError: it has no parameter of that name: it is of another release.
-        """
+        """Call the function; NotImplementedError: it has no parameter of that name: it is of another release."""
         function = self.function
         with suppress(TypeError, ValueError):  # written in C, it will say so itself
             parameters = inspect.signature(function).parameters

@@ -147,8 +147,7 @@ def _wrong(probed: ProbedKernel, followed: str | None) -> str:
 def designed_answers(probed: ProbedKernel, tell: Callable[[str], None] = lambda line: None) -> Sequence[DesignedOutput]:
     """Return a kernel's outputs on the designed inputs, where they can tell anything; it may raise anything.
 
-    Raises:
-        UnidentifiedError: it does not give the same bits twice, nothing finite, or takes too few of the inputs.
+    UnidentifiedError: it does not give the same bits twice, nothing finite, or takes too few of the inputs.
     """
     answers = []
     for designed in DESIGNED:

@@ -18,3 +18,8 @@ class Side:
     plan: Declaration | None  # that it declares, or follows by its bits, or the nearest; None: nothing could be told
     known: bool  # whether it follows that plan, and the plan is not merely the nearest
     rests_on: str = DECLARED  # what the plan rests on, in words
+
+    @property
+    def place(self) -> str:
+        """Return where it runs, with the card that is assumed there."""
+        return " ".join([self.backend.name, *self.backend.options]).replace("--", "")

@@ -85,7 +85,7 @@ def judge_pair(
     invariant = {each.name: _invariant(sides, each, fmt, settings, tell) for each in chosen if each.name in QUESTIONS}
     model = None if through is None else through(*map(summed_exactly, sides))
     severity, sentence = verdicts.statement(calls, model)
-    names = [s.name if sides[0].name != sides[1].name else f"{s.name} on {s.backend.name}" for s in sides]
+    names = [s.name if sides[0].name != sides[1].name else f"{s.name} on {s.place}" for s in sides]
     return PairVerdict(
         SCHEMA,
         headline=f"{verdicts.RESULTS[severity]}: {' and '.join(names)} [{fmt.name}]: {sentence}",
@@ -140,4 +140,4 @@ def _record(side: Side, at: int, calls: Sequence[CallRecord]) -> SideRecord:
         share, inputs = percent(sum(shares) / len(shares)), counted(len(shares), "input")
         rests_on = f"{DECLARED}, {share} of {side.backend.evidence} on {inputs}"
         rests_on += "" if sure else ", which is not followed"
-    return SideRecord(side.name, side.backend.name, side.plan.label if side.plan else None, sure, rests_on)
+    return SideRecord(side.name, side.place, side.plan.label if side.plan else None, sure, rests_on)

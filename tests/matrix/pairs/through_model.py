@@ -109,8 +109,7 @@ def attention(kernel: Kernel, backend: Backend, inputs: AttentionInputs) -> Tens
 def own_model(target: str, flag: str = "--model ") -> OwnModel:
     """Return the model that `--model FILE.py:FUNCTION` names: the function takes nothing and returns (module, tokens).
 
-    Raises:
-        UsageError: it can't be found, called or used; one line that names the flag.
+    UsageError: it can't be found, called or used; one line that names the flag.
     """
     try:
         made = load(target)()
@@ -144,10 +143,8 @@ def through_model(
 ) -> records.ModelRecord:
     """Read a model with each of two kernels as all its attention: the suite's model, or a user's (`own_model`).
 
-    `tell` is called with a line of progress. A model in 16 bits is read in its own format only.
-
-    Raises:
-        UsageError: a user's model makes no call that is seen, or one that no kernel takes, or returns no logits.
+    `tell` is called with a line of progress. A model in 16 bits is read in its own format only. UsageError: a user's
+    model makes no call that is seen, or one that no kernel takes, or returns no logits.
     """
     model, sides = model or SuiteModel(), {_EXACT: None, records.A: a, records.B: b, _PLAN_OF + _EXACT: None}
     for letter, side in zip(records.SIDES, (a, b), strict=True):

@@ -86,10 +86,8 @@ def _gradients(session: Session, inputs: AttentionInputs, unit: float) -> Answer
 def judge_lse(returned: object, inputs: AttentionInputs, declared: str, results: WithinError) -> str | None:
     """Record whether the kernel's second output is a log-sum-exp, in the base that it declares or in either.
 
-    Nothing is recorded for a kernel that declares none, and returns nothing that looks like one.
-
-    Returns:
-        The base, if it is right.
+    Nothing is recorded for a kernel that declares none, and returns nothing that looks like one. Returns the base, if
+    it is right.
     """
     shape = inputs.q.shape[:3]
     rows = _per_row(returned, *shape)

@@ -49,8 +49,7 @@ def before_nan(x: Tensor) -> Tensor:
 def far_apart(x: Tensor) -> Tensor:
     """Return `x` with its last entry of the batch 2^31 elements behind the one before, in memory that is mapped lazily.
 
-    Raises:
-        RuntimeError: the system promises no such amount of memory.
+    RuntimeError: the system promises no such amount of memory.
     """
     stride = (2**31, *x[0].contiguous().stride())
     view = x.new_empty(2**31 * (len(x) - 1) + x[0].numel()).as_strided(x.shape, stride)

@@ -19,7 +19,7 @@ from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.kernels.external.options import NO_BACKWARD, KernelOptions, convention
 from tiebreak.kernels.formats import FP32, Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
-from tiebreak.kernels.kernel import CannotRunError, Kernel, NotAskedError, in_one_line, run_backward, run_forward
+from tiebreak.kernels.kernel import Blame, CannotRunError, Kernel, NotAskedError, in_one_line, run_backward, run_forward
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.questions.comparison import BATCH, HEADS, PARTS, Answers, O, exact, worst_head
 from tiebreak.matrix.trial import failed_trial
@@ -147,6 +147,16 @@ class Session:
             if not self._taken[key]:
                 return False
         return True
+
+    @contextmanager
+    def leaving_out(self) -> Iterator[None]:
+        """Leave the rest of the block out, and keep why, where the kernel refuses a call in it."""
+        try:
+            yield
+        except CannotRunError as error:
+            if error.blame is Blame.KERNEL:
+                raise
+            self.refused[str(error)] = None
 
     # Large calls, of which a batch has as many heads as a run says.
 

@@ -9,7 +9,7 @@ from tiebreak.cases.shapes import PARAMETERS, ShapedCall, covering, dimensions, 
 from tiebreak.kernels.external.call import Places
 from tiebreak.kernels.features import CAUSAL, FEATURES, GROUPED
 from tiebreak.kernels.inputs import AttentionInputs
-from tiebreak.kernels.kernel import Blame, CannotRunError
+from tiebreak.kernels.kernel import CannotRunError
 from tiebreak.matrix.questions.comparison import BATCH, Answers, Cut, O, WithinError
 from tiebreak.matrix.questions.placements import far_apart
 from tiebreak.matrix.questions.session import Question, Session
@@ -37,17 +37,12 @@ def _hold(session: Session, results: WithinError, call: ShapedCall, index: int) 
     """Compare a call with its emulation; return whether it is wrong, None where the kernel does not take it."""
     call = replace(call, queries=session.multiple(call.queries), keys=session.multiple(call.keys))
     inputs, words = call.inputs(session.small_draw(index), session.shape.d), call.words
-    try:
-        if not session.takes(inputs):
-            return None
-        if call.v_in_k and session.options.contiguous:
-            raise CannotRunError("declares contiguous=true: it is given no views")
-        answer = _answers(session, call, inputs)
-    except CannotRunError as error:  # it refuses this call, and no other
-        if error.blame is Blame.KERNEL:
-            raise
-        session.refused[str(error)] = None
-        return None
+    answer: Answers = {}
+    with session.leaving_out():  # it refuses this call, and no other
+        if session.takes(inputs):
+            if call.v_in_k and session.options.contiguous:
+                raise CannotRunError("declares contiguous=true: it is given no views")
+            answer = _answers(session, call, inputs)
     if not answer:
         return None
     if call.batch > _MANY:  # which a reference takes seconds for: the last entries, against a call of them alone

@@ -15,7 +15,7 @@ from tiebreak.kernels.external.call import Call, Places
 from tiebreak.kernels.external.options import AUTOGRAD, split_words
 from tiebreak.kernels.features import CAPPED_BIAS, CAUSAL, GROUPED, HIDDEN_NAN, OWN_ENDS, OWN_SCALE, VALUE_DIM, WINDOW
 from tiebreak.kernels.inputs import AttentionInputs
-from tiebreak.kernels.kernel import Blame, CannotRunError
+from tiebreak.kernels.kernel import CannotRunError
 from tiebreak.matrix.questions.comparison import BATCH, DQ, Answers, Cut, O, WithinError
 from tiebreak.matrix.questions.log_sum_exp import log_sum_exp
 from tiebreak.matrix.questions.placements import before_nan, expanded, fused, transposed, within_nan
@@ -311,13 +311,9 @@ class _LeavingOut(Call):
 
 def _answers(session: Session, call: Call, gradients: bool) -> Answers:
     """Return the answer of a call; none, but the reason kept, where the kernel raises that it takes no such call."""
-    try:
+    with session.leaving_out():
         return session.place(call, gradients=gradients).answers()
-    except CannotRunError as error:
-        if error.blame is Blame.KERNEL:
-            raise
-        session.refused[str(error)] = None
-        return {}
+    return {}
 
 
 def defaults(session: Session, results: WithinError) -> None:

@@ -24,7 +24,7 @@ from tiebreak.programs.files import runner
 from tiebreak.reports.calls import MANIFEST, Calls, Stored, StoredCall, digest_of
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import store
-from tiebreak.reports.records.store import UnreadableRecordsError, digest, one_line
+from tiebreak.reports.records.store import digest, one_line
 
 TARGET = f"{__name__}:attention"
 DEVICE = "device.json"
@@ -214,10 +214,7 @@ class ElsewhereError(Exception):
 @cache
 def opened(path: str) -> CallFolder:
     """Read a folder's manifest, once in this process; UsageError: there is none, or it can't be used."""
-    try:
-        return CallFolder(Path(path), store.load(Path(path) / MANIFEST, Calls))
-    except UnreadableRecordsError as error:
-        raise UsageError(str(error)) from error
+    return CallFolder(Path(path), store.load(Path(path) / MANIFEST, Calls))
 
 
 @lru_cache(maxsize=4)

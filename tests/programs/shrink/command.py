@@ -18,13 +18,13 @@ from torch import Tensor
 from tiebreak.backends.backend import to_device
 from tiebreak.cases.captured import CapturedError, captured_cases
 from tiebreak.cases.feature_cases import EVERY
-from tiebreak.kernels.external import UserKernel, external_kernel
+from tiebreak.kernels.external import UserKernel
 from tiebreak.kernels.external.call import FULL
 from tiebreak.kernels.external.caller import Caller
 from tiebreak.kernels.external.loading import EXPECTED, is_adapter, package_of
 from tiebreak.kernels.features import SCRIPTABLE
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
-from tiebreak.programs.identify import FORMATS, devices
+from tiebreak.programs.identify import FORMATS, devices, loaded
 from tiebreak.programs.processes import finished
 from tiebreak.programs.shrink.search import BOUND, FINITE, Seen, Shrinker, Symptom
 from tiebreak.reports.cli import FAILED, INTERRUPTED, PASSED, Parser, count, positive
@@ -95,10 +95,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _kernel(spec: str) -> UserKernel:
     """Return the kernel; one that a script can't write is refused."""
-    try:
-        kernel = external_kernel(spec)
-    except ValueError as error:
-        raise UsageError(str(error).removeprefix("--kernel ")) from error
+    (kernel,) = loaded([spec])
 
     def missing_requirement(inputs: AttentionInputs) -> str | None:
         return kernel.missing_requirement(inputs) or _unwritten(kernel.caller, inputs)
