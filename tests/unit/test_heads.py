@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.backends.backend import CPU
+from tiebreak.cases.feature_cases import FEATURED
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.defects.loops import detached
 from tiebreak.kernels.external.kernels import external_kernel, users_kernel
@@ -22,6 +23,7 @@ from tiebreak.matrix.workbench import Named, Settings, Settled, Workbench
 from tiebreak.reports.records.record import Record
 
 CASES = {case.name: case for case in SCRIPTED}
+PAGED = next(case for case in FEATURED if case.name == "paged_ties")
 LOOPS = Path(detached.__code__.co_filename)
 #: Which heads of a call are wrong.
 WRONG: dict[str, Callable[[Tensor], Tensor]] = {
@@ -77,6 +79,21 @@ def test_nor_do_they_where_no_head_is_asked_alone(which: str) -> None:
 @pytest.mark.parametrize(("which", "factor"), [("half of them", 1.004), ("the first", 1.01)])
 def test_nor_do_small_faults(which: str, factor: float) -> None:
     assert judged(wrong(which, factor), "random_odd", 32).fails
+
+
+@pytest.mark.parametrize(("factor", "passes"), [(1.0, True), (1.02, False)])
+def test_nor_in_a_kernel_that_takes_pages_alone(factor: float, *, passes: bool) -> None:
+    """No plain input asks it for its plan: it is held to what its bits on pages leave open."""
+
+    def paged(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, cache_seqlens: Tensor) -> Tensor:
+        keys = slice(int(cache_seqlens[0]))
+        k, v = (pool[block_table].transpose(1, 2).flatten(2, 3)[:, :, keys] for pool in (k, v))
+        o = detached(q, k, v)
+        o[:, ::8] *= factor
+        return o.to(q.dtype)
+
+    kernel = users_kernel("paged", paged, KernelOptions(backward="none"))
+    assert run_cell(Cell(CPU, kernel, OneCall(PAGED), BF16), _bench(64, 1)).passes is passes
 
 
 @pytest.mark.parametrize(

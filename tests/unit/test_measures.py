@@ -239,6 +239,18 @@ def test_errors_of_an_exact_plan_count_as_those_of_one_rounding() -> None:
     assert ratio_of_means(torch.full((HEADS,), torch.nan), exact) is None
 
 
+def test_two_heads_are_enough_for_equal_errors_below_those_of_one_rounding() -> None:
+    """Causal rows that see few keys err by less; an engine's dump may have two key heads."""
+    few = torch.tensor([0.2, 0.8], dtype=torch.float64) * ROUNDED_ONCE
+    equal, alone, tripled = (ratio_of_means(ours, few, ROUNDED_ONCE) for ours in (few, 1.01 * few.flip(0), 3.0 * few))
+    assert equal is not None
+    assert alone is not None
+    assert tripled is not None
+    assert (equal.mean, equal.half_width) == (1.0, 0.0)
+    assert alone.low < LIMIT < alone.high  # two heads apart by chance
+    assert tripled.mean == pytest.approx(1.5)  # surely three times the plan's errors: what is above the floor decides
+
+
 def test_plans_that_nobody_ships_are_known_and_not_accepted() -> None:
     plans, formats = candidates(), Formats.of(BF16)
     refused = {text: plan for text, plan in plans.items() if text not in accepted(plans, formats)}
