@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -131,13 +131,12 @@ _Moved = TypeVar("_Moved", AttentionInputs, AttentionOutput, Gradients)
 
 def to_device(value: _Moved, device: str) -> _Moved:
     """Return the same dataclass with every tensor in it on `device`."""
-    moved: dict[str, Any] = {}
-    for each in fields(value):
-        part = getattr(value, each.name)
-        if isinstance(part, torch.Tensor) and part.device != torch.device(device):
-            moved[each.name] = part.to(device)
+    moved, there = dict[str, Any](), torch.device(device)
+    for name, part in vars(value).items():
+        if isinstance(part, torch.Tensor) and part.device != there:
+            moved[name] = part.to(there)
         elif isinstance(part, Gradients):
-            moved[each.name] = to_device(part, device)
+            moved[name] = to_device(part, device)
     return replace(value, **moved) if moved else value
 
 

@@ -407,9 +407,10 @@ def backward(
                 p = arithmetic.cast(p, plan.p)
                 tape.add_by_key(dv[:, :, keys], tape.product(p.mT, tape.do[:, :, rows]), first=not rows.start)
             if wanted[0]:
-                tape.add(dq[:, :, rows], left_of_dq * tape.product(ds, k[:, :, keys]), plan.sums, first=not keys.start)
+                product = tape.product(ds, k[:, :, keys])
+                tape.add(dq[:, :, rows], product, plan.sums, left_of_dq, first=not keys.start)
             if wanted[1]:
-                tape.add_by_key(dk[:, :, keys], left * tape.product(ds.mT, q[:, :, rows]), first=not rows.start)
+                tape.add_by_key(dk[:, :, keys], tape.product(ds.mT, q[:, :, rows]), left, first=not rows.start)
     if plan.scaled_q.narrows:
         dq = dq * operands.scale
     if not plan.group_sums.narrows:
@@ -503,17 +504,17 @@ class _Tape(_Tiled):
         of_heads = (self._p_of_sink(self.operands.sink, slice(None)) * delta).transpose(0, 1).flatten(1)
         return self.arithmetic.cast(-self.row_sum(of_heads)[:, 0], self.plan.gradients)
 
-    def add_by_key(self, total: Tensor, added: Tensor, *, first: bool) -> None:
+    def add_by_key(self, total: Tensor, added: Tensor, factor: float = 1.0, *, first: bool) -> None:
         """Add to dK or dV, which hold the sum over each head, or over each key head."""
         cast = self.plan.group_sums if self.plan.group_sums.narrows else self.plan.sums
         for member in range(groups := added.shape[1] // total.shape[1]):
-            self.add(total, added[:, member::groups], cast, first=first and not member)
+            self.add(total, added[:, member::groups], cast, factor, first=first and not member)
 
-    def add(self, total: Tensor, added: Tensor, cast: Cast, *, first: bool) -> None:
-        if first:  # to 0, which nobody has filled it with
-            total.copy_(added).add_(0.0)
+    def add(self, total: Tensor, added: Tensor, cast: Cast, factor: float = 1.0, *, first: bool) -> None:
+        if first:
+            total.zero_().add_(added, alpha=factor)  # a product plus 0 is rounded as the product
         else:
-            total.add_(added)
+            total.add_(added if factor == 1.0 else factor * added)
         if cast.narrows:
             total.copy_(self.arithmetic.cast(total, cast))
 

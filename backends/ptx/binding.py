@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 
@@ -57,14 +58,18 @@ def _effect(run: Sequence[Instruction], card: str) -> Run | None:
     at = run[0]
     if at.branches or at.opcode == "ret":
         return None
-    for pattern, binder in _BINDERS.items():
-        if match := re.fullmatch(pattern, at.opcode):
-            return binder(at, match)
+    if (found := _binder(at.opcode)) is not None:
+        return found[0](at, found[1])
     if at.opcode.startswith("mma."):
         return _products(run, card)
     if at.opcode in OPERATIONS:
         return _calculation(at)
     raise at.refused()
+
+
+@cache
+def _binder(opcode: str) -> tuple[Callable[[Instruction, _Match], Run], _Match] | None:
+    return next(((binder, match) for name, binder in _BINDERS.items() if (match := re.fullmatch(name, opcode))), None)
 
 
 def _nothing(_: Threads, __: Array) -> None:
@@ -157,14 +162,14 @@ def _parameter(at: Instruction, match: _Match) -> Run:
 def _copy(at: Instruction, _: _Match) -> Run:
     """Bind `cp.async`: a number of bytes, or zeros where the fourth operand is 0."""
     to, source, size = place_of(at.operands[0], at), place_of(at.operands[1], at), int(str(at.operands[2]), 0)
-    filled = reader(at.operands[3] if len(at.operands) > 3 else str(size), "u32", at)
+    filled, word = reader(at.operands[3] if len(at.operands) > 3 else str(size), "u32", at), min(size, 8)
 
     def copy(threads: Threads, mask: Array) -> None:
         count, shown, first, target = threads.full(filled(threads)), threads.full(mask), source(threads), to(threads)
         if not np.isin(count, (0, size)).all():
             raise at.refused()
-        for byte in range(0, size, 4):
-            words = threads.memory.read(first + byte, shown & (count > 0), TYPES["u32"], at)
+        for byte in range(0, size, word):
+            words = threads.memory.read(first + byte, shown & (count > 0), TYPES[f"u{8 * word}"], at)
             threads.shared.write(target + byte, shown, words, at, copied=True)
 
     return copy

@@ -143,7 +143,10 @@ def _product(at: Instruction, match: _Match) -> Run:
 
         def spot(read: Read, columns: int) -> Spot:
             first = taken(read)[:, None, None]
-            return Spot(block[:, None, None], (first >> 16) + row[None, :, None], (first & 0xFFFF) + np.arange(columns))
+            lane, column = (first >> 16) + row[None, :, None], (first & 0xFFFF) + np.arange(columns)
+            if lane.max() >= LANES or column.max() >= COLUMNS:
+                raise at.refused()
+            return Spot(block[:, None, None], lane, column)
 
         right = tiles(threads, taken(of_b), owner, (n, k), b_kind, turned=bool(shape >> 16 & 1))
         if in_memory:

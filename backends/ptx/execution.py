@@ -15,7 +15,7 @@ from tiebreak.backends.ptx.memory import SharedMemoryError
 from tiebreak.backends.ptx.parsing import parsed
 from tiebreak.backends.ptx.threads import Launch, Threads
 
-_TOGETHER = 2**13  # threads: arrays of a register that a core's cache holds
+_TOGETHER = 2**14  # threads: arrays of a register that a core's cache holds
 _SMALL = re.compile(r"(?:ld|st)\..*shared.*\.[bsu](?:8|16)")  # accesses of shared memory to less than four bytes
 
 

@@ -126,12 +126,15 @@ class Shared:
 
         `block` says where each of some is, and `column` which of the groups of products reads it.
         """
-        self._refuse_outside(places, dtype.itemsize, at)
-        values: Array = self._bytes.view(dtype)[_along(block, places), places // dtype.itemsize]
+        shape, held = places.shape, self._bytes.view(dtype)
         first, rest = np.arange(len(self._bytes))[:, None], len(block) % len(self._bytes)
         of_blocks = [first] if rest else [x.reshape(len(first), -1) for x in (block, places, column)]
-        if self._histories(of_blocks[0] - first, *of_blocks[1:]) == 1:
+        alike = self._histories(of_blocks[0] - first, *of_blocks[1:]) == 1
+        if alike:
             block, places, column = (x[: len(x) // len(first)] for x in (block, places, column))
+        self._refuse_outside(places, dtype.itemsize, at)
+        where = places // dtype.itemsize
+        values: Array = (held[:, where.ravel()] if alike else held[_along(block, places), where]).reshape(shape)
         granules, owner, now = self._beside(places, block)
         self._refuse_read(self._writers[granules], granules, now, at)
         self._refuse(self._unfenced[granules], granules, at, "reads what was written, and no fence.proxy.async since")
@@ -187,7 +190,7 @@ class Shared:
         self._refuse_write(granules, now, at)
         held = self._bytes.view(values.dtype)
         if len(shown) < len(mask):
-            held[:, places[shown] // values.itemsize] = values[:, shown[0]]
+            held[:, places[shown] // values.itemsize] = values if shown.all() else values[:, shown[0]]
         else:
             held[mask.nonzero()[0], places[mask] // values.itemsize] = values[mask]
         self._writers[granules], self._unfenced[granules] = now, True

@@ -1,5 +1,7 @@
 """Products of a warp: which thread holds which element (PTX ISA, Matrix Fragments for mma, wgmma and ldmatrix)."""
 
+import functools
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -75,8 +77,8 @@ def multiplied(left: Array, right: Array, pairs: tuple[Array, Array], sums: Arra
     of_left, of_right = pairs
     # Zeros add nothing, except to Inf and NaN, and to what has more bits than a term keeps.
     skips = core.result is FP32 and core.fraction_bits > FP32.mantissa_bits and np.isfinite(left.sum() + right.sum())
-    rows, columns = (np.any(x, 2) | (not skips) for x in (left, right))
-    tile, row = (rows[of_left] & columns.any(1)[of_right, None]).nonzero()
+    rows, columns = (_any(x != 0) | (not skips) for x in (left, right))
+    tile, row = (rows[of_left] & _any(columns)[of_right, None]).nonzero()
     if not len(tile):
         return made
     differs = _differs(right)
@@ -95,8 +97,15 @@ def _differs(x: Array) -> Array:
     """Return whether each is another, bit by bit, than the one before it."""
     words = x.reshape(len(x), -1).view(np.uint32)
     different = np.ones(len(x), bool)
-    different[1:] = (words[1:] != words[:-1]).any(1)
+    different[1:] = _any(words[1:] != words[:-1])
     return different
+
+
+def _any(x: Array) -> Array:
+    """Return `x.any(-1)`, in words of several: numpy begins anew for every row."""
+    words = np.ascontiguousarray(x).view(f"u{math.gcd(x.shape[-1], 8)}")
+    met: Array = functools.reduce(np.bitwise_or, np.moveaxis(words, -1, 0)) != 0
+    return met
 
 
 def _rows_of(a: Array, right: Array, b: Array, c: Array, core: TensorCore) -> Array:

@@ -27,6 +27,11 @@ class Spot(NamedTuple):
         """Return the places of their histories."""
         return self.block, self.lane[:, ::_HALF] // _HALF, self.column[:, ::_HALF]
 
+    def words(self) -> Array:
+        """Return the numbers of its words, one block's after the other's."""
+        numbers: Array = (self.block * LANES + self.lane) * COLUMNS + self.column
+        return numbers
+
 
 class TensorMemory:
     """The tensor memory of some blocks, and what is under way there."""
@@ -34,7 +39,7 @@ class TensorMemory:
     def __init__(self, blocks: int) -> None:
         """Have nothing written."""
         self.allocated = 0  # columns
-        self._words = np.zeros((blocks, LANES, COLUMNS), np.uint32)
+        self._words = np.zeros(blocks * LANES * COLUMNS, np.uint32)
         shape = blocks, LANES // _HALF, COLUMNS
         self._written = np.full(shape, _NOBODY, np.int64)  # the block's phase in which threads stored last
         self._storing = np.zeros(shape, bool)  # no tcgen05.wait::st since
@@ -46,7 +51,7 @@ class TensorMemory:
         where = spot.halves()
         self._refuse(self._storing[where], at, _NO_WAIT)
         self._refuse(self._brought[where] > 0, at, "reads what a product is bringing")
-        return np.where((self._written[where] == _NOBODY).repeat(_HALF, 1), _NAN, self._at(spot))
+        return np.where((self._written[where] == _NOBODY).repeat(_HALF, 1), _NAN, self._words[spot.words()])
 
     def take(self, spot: Spot, phases: Array, groups: Array, at: Instruction) -> Array:
         """Return words for a group of products, in a phase of their block."""
@@ -56,19 +61,20 @@ class TensorMemory:
         stored = self._written[where] == phases
         self._refuse(stored, at, "reads what other threads stored, and no barrier lies between")
         self._taken[spot.halves()] = groups
-        return self._at(spot)
+        words: Array = self._words[spot.words()]
+        return words
 
     def store(self, spot: Spot, words: Array, phases: Array, at: Instruction) -> None:
         """Write words of threads in a phase of their block."""
         where = spot.halves()
         self._refuse(self._brought[where] > 0, at, "writes what a product is bringing")
         self._refuse(self._taken[where] > 0, at, "writes what a product may still read")
-        self._words[spot], self._written[where], self._storing[where] = words, phases, True
+        self._words[spot.words()], self._written[where], self._storing[where] = words, phases, True
 
     def bring(self, spot: Spot, words: Array, groups: Array) -> None:
         """Write words that are there when their group of products is."""
         where = spot.halves()
-        self._words[spot], self._brought[where] = words, groups
+        self._words[spot.words()], self._brought[where] = words, groups
         self._written[where] = np.maximum(self._written[where], 0)
 
     def stored(self, block: Array, warp: Array) -> None:
@@ -80,10 +86,6 @@ class TensorMemory:
         """End groups of products up to a number, (blocks, 1)."""
         for under_way in (self._brought, self._taken):
             under_way[under_way <= groups[..., None]] = 0
-
-    def _at(self, spot: Spot) -> Array:
-        words: Array = self._words[spot]
-        return words
 
     def _refuse(self, wrong: Array, at: Instruction, what: str) -> None:
         if wrong.any():

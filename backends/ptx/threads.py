@@ -112,17 +112,18 @@ class Threads:
 
         They are read from `operands`, registers too.
         """
-        nobody = np.zeros((1, 1), bool)
+        unfenced = bool((mask & ~self._fenced).any())
         for name in (*names, *operands):
-            if (mask & (self._unfenced.get(name, nobody) | ~self._fenced)).any():
+            if unfenced or (name in self._unfenced and (mask & self._unfenced[name]).any()):
                 raise SharedMemoryError(f"{self.instruction} takes {name} and no wgmma.fence lies between")
-        group = np.where(mask, self.shared.products[:, self._warpgroup] + 1, 0)
+        group, kept = np.where(mask, self.shared.products[:, self._warpgroup] + 1, 0), dict(self._unfenced)
+        earlier = {name: self._brought.pop(name) for name in names if name in self._brought}
         for name, value in zip(names, values, strict=True):
-            earlier, unfenced = self._brought.pop(name, 0), self._unfenced.get(name, nobody)
             self.put(name, 4, value, mask)
-            self._brought[name], self._unfenced[name] = np.maximum(group, earlier), unfenced
-        for name in operands:
-            self._taken[name] = np.maximum(group, self._taken.get(name, 0))
+        self._unfenced = kept
+        for flying, some, before in ((self._brought, names, earlier), (self._taken, operands, self._taken)):
+            for name in some:
+                flying[name] = group if mask is self.everyone or name not in before else np.maximum(group, before[name])
 
     def fence(self, mask: Array) -> None:
         """Let products of these threads take registers as they are."""
@@ -132,10 +133,11 @@ class Threads:
     def complete(self, groups: Array, *, others: bool = False) -> None:
         """End groups of products up to a number, (blocks, columns), whose `others` may be at work until a barrier."""
         for flying in (self._brought, self._taken):
-            for name, group in list(flying.items()):
-                flying[name] = np.where(group <= groups[:, self._warpgroup], 0, group)
-                if not flying[name].any():
-                    del flying[name]
+            arrays = {id(group): group for group in flying.values()}  # several registers have one
+            left = {key: np.where(group <= groups[:, self._warpgroup], 0, group) for key, group in arrays.items()}
+            under_way = {name: left[id(group)] for name, group in flying.items() if left[id(group)].any()}
+            flying.clear()
+            flying.update(under_way)
         self.shared.complete(groups, others=others)
         if "tensor" in self.__dict__:
             self.tensor.complete(groups[:, :1])

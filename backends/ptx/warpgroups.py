@@ -47,11 +47,11 @@ def tiles(
     if layout >> 49 & 15 or layout >> 61 not in _WIDTHS:  # a base offset, another mode
         raise at.refused()
     width = _WIDTHS[layout >> 61]
-    places = (descriptors & np.uint64(_FIELD)).astype(np.int64)[:, None, None] * 16
-    places = places + _offsets(*shape, TYPES[kind].itemsize, turned, layout)
+    starts, number = np.unique((descriptors & np.uint64(_FIELD)).astype(np.int64) * 16, return_inverse=True)
+    places = starts[:, None, None] + _offsets(*shape, TYPES[kind].itemsize, turned, layout)
     places ^= places >> 3 & width - 16  # the swizzle is one of addresses: a descriptor may begin within a row
     block, column = owner
-    return threads.shared.operands(places, block, TYPES[kind], at, column).astype(np.float32)
+    return threads.shared.operands(places[number], block, TYPES[kind], at, column).astype(np.float32)
 
 
 def _product(at: Instruction, _: re.Match[str]) -> Run:
@@ -69,17 +69,19 @@ def _product(at: Instruction, _: re.Match[str]) -> Run:
         owner = block, _ = groups.nonzero()
         if not len(block):
             return waits
+        everyone = len(block) == groups.size
+        numbers = slice(None) if everyone else groups.ravel().nonzero()[0]
 
         def taken(values: Sequence[Array]) -> list[Array]:
             """Return registers of the threads that multiply, (warpgroups, threads)."""
-            return [threads.full(value).reshape(*groups.shape, WARPGROUP)[owner] for value in values]
+            return [threads.full(value).reshape(-1, WARPGROUP)[numbers] for value in values]
 
         a, (keeps,), (columns,) = (
             taken([read(threads) for read in a_reads]),
             taken([keep(threads)]),
             taken([b_read(threads)]),
         )
-        c = [np.where(keeps, value, np.uint32(0)) for value in taken(threads.sums(names))]
+        c = [value if keeps.all() else np.where(keeps, value, np.uint32(0)) for value in taken(threads.sums(names))]
         right = tiles(threads, columns[:, 0], owner, (product.n, product.k), product.b, turned=b_turned)
         if held:
             left = product.left(a)
@@ -87,11 +89,11 @@ def _product(at: Instruction, _: re.Match[str]) -> Run:
             left = tiles(threads, a[0][:, 0], owner, (_ROWS, product.k), product.a, turned=a_turned)
         pairs = np.arange(len(right) * _ROWS // 16), np.repeat(np.arange(len(right)), _ROWS // 16)
         d = multiplied(left.reshape(-1, 16, product.k), right, pairs, product.sums(c), product.core)
-        values = np.zeros((len(names), *threads.shape), np.uint32)
+        values = np.empty((len(names), groups.size, WARPGROUP), np.uint32)
         for value, made in zip(values, product.registers(d, (-1, WARPGROUP)), strict=True):
-            value.reshape(*groups.shape, WARPGROUP)[owner] = made
-        shown = np.repeat(groups, WARPGROUP, 1)
-        threads.bring(names, values, threads.everyone if shown.all() else shown, names_of(of_a) if held else ())
+            value[numbers] = made
+        shown = threads.everyone if everyone else np.repeat(groups, WARPGROUP, 1)
+        threads.bring(names, values.reshape(-1, *threads.shape), shown, names_of(of_a) if held else ())
         return waits
 
     return multiply

@@ -139,10 +139,11 @@ class Sample:
     @cached_property
     def gradient_errors(self) -> GradientErrors | None:
         """The errors of the gradients of the first batch; None: there are none."""
-        gradients, batch = self.outputs[0].gradients, self.first
+        gradients, kernel = self.outputs[0].gradients, self.cell.kernel
         if gradients is None:
             return None
-        return batch.gradients.errors(gradients, batch.gradient_bounds.of(self.declaration), batch.inputs.groups)
+        emulated = self.cell.backend.predicts and kernel.declaration is not None
+        return self.bench.gradient_errors(gradients, self.declaration, emulated=emulated)
 
     @cached_property
     def equation_cosines(self) -> tuple[float, float] | None:

@@ -4,11 +4,11 @@ What plans would each compute is computed once, the same to the bit.
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -19,11 +19,11 @@ from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.cases.bounds import ErrorBounds, lost_of_o_bar, mean_slack
 from tiebreak.cases.case import Case
 from tiebreak.cases.errors import Errors, by_key_head, has_no_number, in_units, measure, units_of
-from tiebreak.cases.gradients import ExactGradients, GradientErrorBounds
+from tiebreak.cases.gradients import ExactGradients, GradientErrorBounds, GradientErrors
 from tiebreak.cases.verdicts import Interval, interval
 from tiebreak.kernels.flash import ALL, DELTA_ALONE
 from tiebreak.kernels.formats import FP32, Format
-from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
+from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Declaration, composed, is_random, nameless, run_forward
 from tiebreak.kernels.plans import Accumulator, Cast, Exponential
 from tiebreak.kernels.reference import Reference, reference
@@ -38,6 +38,8 @@ _LARGEST = 2**20  # elements of a result that is kept: a larger one costs as muc
 _WIDENED = 2**18  # elements of what is kept in fp64 too: 2 MB
 _KEPT = 2**24  # elements of all of them, at most: they are forgotten beyond
 _PLANS = 256  # of which O is kept: a search tries thousands
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+_Made = TypeVar("_Made")
 
 
 class SharedEmulation(EmulatedArithmetic):
@@ -143,6 +145,16 @@ def _place(x: Tensor) -> tuple[Hashable, ...]:
 def same_bits(ours: Tensor, theirs: Tensor) -> Tensor:
     """Return which elements agree to the bit, NaN counting as equal to NaN."""
     return (ours == theirs) | (ours.isnan() & theirs.isnan())
+
+
+def _identical(ours: Tensor | None, theirs: Tensor | None) -> bool:
+    """Return whether tensors have the same bits, zeros their signs, in the same order in memory, by which sums add."""
+    if ours is None or theirs is None:
+        return ours is theirs
+    (mine, bits), (other, their_bits) = (
+        ((x.dtype, x.shape, x.stride()), x.detach().view(_INTEGERS[x.element_size()])) for x in (ours, theirs)
+    )
+    return mine == other and torch.equal(bits, their_bits)
 
 
 def equal_bits(ours: Tensor, theirs: Tensor) -> float:
@@ -348,6 +360,7 @@ class CaseBench:
     settings: Settings
     _batches: dict[int, SharedBatch] = field(default_factory=dict)
     _emulated: dict[tuple[Declaration, int], tuple[AttentionOutput, Errors]] = field(default_factory=dict)
+    _measured: dict[int, list[tuple[Sequence[Tensor | None], Any]]] = field(default_factory=dict)  # by bounds
 
     def has_batch(self, index: int) -> bool:
         """Return whether there is such a batch."""
@@ -360,17 +373,46 @@ class CaseBench:
             self._batches[index] = SharedBatch(inputs, reference(inputs))
         return self._batches[index]
 
-    def measure(self, index: int, output: AttentionOutput, declaration: Declaration) -> Errors:
+    def measure(
+        self, index: int, output: AttentionOutput, declaration: Declaration, *, emulated: bool = False
+    ) -> Errors:
         """Return the errors of an output on a batch."""
-        batch = self.batch(index)
+        batch, fixed = self.batch(index), self.case.fixed_heads
         delta = output.gradients.delta if output.gradients else None
-        o = output.o.float()
-        errors = replace(
-            measure(o, delta, batch.inputs, batch.ref, batch.bounds.of(declaration), batch.units, batch.size_units),
-            outside_values=batch.outside_values(o, declaration),
-        )
-        fixed = self.case.fixed_heads
-        return errors if fixed is None else fixed.measured(errors, o, batch.inputs, batch.ref)
+        o, bound = output.o.float(), batch.bounds.of(declaration)
+
+        def measured() -> Errors:
+            errors = replace(
+                measure(o, delta, batch.inputs, batch.ref, bound, batch.units, batch.size_units),
+                outside_values=batch.outside_values(o, declaration),
+            )
+            return errors if fixed is None else fixed.measured(errors, o, batch.inputs, batch.ref)
+
+        return self._once(bound, (o, delta), measured, emulated=emulated)
+
+    def gradient_errors(self, gradients: Gradients, declaration: Declaration, *, emulated: bool) -> GradientErrors:
+        """Return the errors of gradients on the first batch."""
+        batch = self.batch(0)
+        bounds, tensors = batch.gradient_bounds.of(declaration), (gradients.dq, gradients.dk, gradients.dv)
+        make = partial(batch.gradients.errors, gradients, bounds, batch.inputs.groups)
+        return self._once(bounds, (*tensors, gradients.dsink), make, emulated=emulated)
+
+    def _once(
+        self, bounds: object, tensors: Sequence[Tensor | None], make: Callable[[], _Made], *, emulated: bool
+    ) -> _Made:
+        """Return what is made of tensors held to these bounds, or was of emulated ones with the same bits.
+
+        Half of all outputs have the bits of an earlier one. Those of a device are not kept: a kernel may write to them.
+        """
+        known = self._measured.setdefault(id(bounds), [])  # which the batch keeps alive
+        made: _Made
+        for others, made in known:
+            if all(map(_identical, tensors, others)):
+                return made
+        made = make()
+        if emulated:
+            known.append((tensors, made))
+        return made
 
     def emulated(self, index: int, declaration: Declaration) -> tuple[AttentionOutput, Errors]:
         """Return the errors of a declaration's emulation on a batch."""
@@ -382,7 +424,7 @@ class CaseBench:
             kernel = composed(declaration.label, declaration, ALL if index == 0 else DELTA_ALONE)
             emulation = replace(EMULATION, arithmetic=batch.arithmetic)
             output = emulation.run(kernel, batch.inputs, gradients=self.case.gradients)
-            self._emulated[key] = (output, self.measure(index, output, declaration))
+            self._emulated[key] = (output, self.measure(index, output, declaration, emulated=True))
         return self._emulated[key]
 
 

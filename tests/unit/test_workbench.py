@@ -1,6 +1,7 @@
 """What cells of one case share: computed once, and the same to the bit as without sharing."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,6 @@ from tiebreak.backends.backend import EMULATION
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.cases import gradients as gradients_module
 from tiebreak.cases.bounds import ErrorBounds
-from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.flash import BLOCK, Block
 from tiebreak.kernels.formats import BF16, FP32
@@ -20,21 +20,13 @@ from tiebreak.kernels.plans import FP32_PLAN, Accumulator, Cast, Exponential
 from tiebreak.kernels.reference import Reference, reference_gradients
 from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel
 from tiebreak.matrix import workbench
-from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.experiments.call import OneCall
-from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings, SharedEmulation, Workbench
-
-CASES = {case.name: case for case in SCRIPTED}
+from tiebreak.studies.cells import CASES, judged
 
 
 @pytest.fixture
 def bench() -> Workbench:
     return Workbench(Settings(heads=16))
-
-
-def cell(kernel: str, case: str = "random") -> Cell:
-    return Cell(EMULATION, composed_kernel(kernel), OneCall(CASES[case]), BF16)
 
 
 def declared(kernel: str) -> Declaration:
@@ -118,5 +110,23 @@ def test_the_references_gradients_are_computed_once_a_batch(bench: Workbench, mo
 
     monkeypatch.setattr(gradients_module, "reference_gradients", gradients)
     for name in ("flash@paper", "standard"):
-        run_cell(cell(name, "random_causal"), bench)
+        judged(composed_kernel(name), "random_causal", backend=EMULATION, bench=bench)
     assert len(asked) == 1
+
+
+def test_errors_are_those_of_an_earlier_emulated_output_with_the_same_bits_and_of_no_other(bench: Workbench) -> None:
+    of_case, plan = bench.case(CASES["random_causal"], BF16), declared("flash@paper")
+    output, errors = of_case.emulated(0, plan)
+    assert output.gradients is not None
+    of_gradients = partial(of_case.gradient_errors, declaration=plan)
+    gradient_errors = of_gradients(output.gradients, emulated=True)
+    same = replace(output, o=output.o.clone())
+    assert of_case.measure(0, same, plan) is errors
+    assert of_gradients(replace(output.gradients, dv=output.gradients.dv.clone()), emulated=False) is gradient_errors
+    other = replace(output, o=output.o.clone())
+    other.o[-1, -1, -1, -1] *= 2
+    assert of_case.measure(0, other, plan).max_ulps > errors.max_ulps
+    assert of_case.measure(0, other, plan) is not of_case.measure(0, other, plan)  # a device's output is not kept
+    assert of_case.measure(0, same, declared("flash@fused")).error_over_bound != errors.error_over_bound
+    for unlike in (output.o.mT.contiguous().mT, output.o.masked_fill(output.o == output.o[0, 0, 0, 0], -0.0)):
+        assert of_case.measure(0, replace(output, o=unlike), plan) is not errors

@@ -14,7 +14,7 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from tiebreak.cases.case import HEADS_PER_BATCH, OWN, Case, Shape, normal_numbers
@@ -53,6 +53,12 @@ CASES = (
 )
 
 
+@lru_cache(len(CASES))
+def _made(case: Case, seed: int, heads: int, fmt: Format) -> AttentionInputs:
+    """Return the input of a case, for all kernels that are given it."""
+    return case.make(seed, 0, heads, fmt)
+
+
 @dataclass(frozen=True)
 class Contract(Experiment):
     """An experiment of three runs on one input."""
@@ -75,7 +81,7 @@ class Contract(Experiment):
         return [(backend, kernel) for backend, kernel in super().pairs(context) if not backend.repeats(kernel)]
 
     def _inputs(self, cell: Cell, bench: Workbench) -> AttentionInputs:
-        return self.case.make(bench.settings.seed, 0, min(HEADS_PER_BATCH, bench.settings.heads), cell.fmt)
+        return _made(self.case, bench.settings.seed, min(HEADS_PER_BATCH, bench.settings.heads), cell.fmt)
 
     def refusal(self, cell: Cell, bench: Workbench) -> str | None:
         return refusal(cell.backend, cell.kernel, self._inputs(cell, bench))
