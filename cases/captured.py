@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.cases.case import Case, Draw, FixedHeads
-from tiebreak.cases.errors import Errors, by_key_head, signed_error_ulps
+from tiebreak.cases.errors import Errors, by_key_head, in_units, signed_error_ulps, units_of
 from tiebreak.cases.scripted import SEEN
 from tiebreak.kernels.formats import BF16, FP16, FP32, Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs
@@ -133,6 +133,12 @@ def without_cancelled(errors: Errors, output: Tensor, inputs: AttentionInputs, r
     )
 
 
+def _with_rows(errors: Errors, output: Tensor, inputs: AttentionInputs, ref: Reference) -> Errors:
+    """Return the errors of a layer's call, row by row too: it has few heads, and no others."""
+    sizes = in_units(output.double() - ref.o, units_of(ref.magnitude, inputs.formats.output))
+    return replace(without_cancelled(errors, output, inputs, ref), row_size_square=sizes.square().mean(-1).flatten())
+
+
 def _case(layer: _Layer, name: re.Match[str], folder: Path) -> Case:
     more = "".join(f".{word}={name[at]}" for word, at in (("rank", 3), ("sequence", 5)) if name[at] is not None)
     fixed_heads = FixedHeads(
@@ -142,7 +148,7 @@ def _case(layer: _Layer, name: re.Match[str], folder: Path) -> Case:
         formats=(BF16, FP16) if layer.fmt == FP32 else (layer.fmt,),
         options=("--captured", str(folder)),
         checksum=partial(_checksum, layer),
-        measured=without_cancelled,
+        measured=_with_rows,
     )
     return Case(
         f"captured[step={name[1]}{more}.layer={layer.number}]",  # no comma: --cases takes lists

@@ -1,7 +1,7 @@
 """Errors of a kernel's output against the fp64 reference: signed errors in ulps, never absolute tolerances."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -60,6 +60,8 @@ class Errors:
     missed: int  # elements that are finite where the reference is not
     elements: int  # all elements
     outside_values: float = 0.0  # largest distance of O from the range of V, likewise of what rounding allows
+    #: head_size_square of each row, (batch * heads * rows,), of a case that has all its heads in; else of none.
+    row_size_square: Tensor = field(default_factory=lambda: torch.empty(0))
 
     @cached_property
     def bias(self) -> Interval:
@@ -195,10 +197,10 @@ def merge(batches: list[Errors]) -> Errors:
     """Return the measures of several batches as one."""
 
     merged: dict[str, Any] = {}
-    for field in fields(Errors):
-        values = [getattr(batch, field.name) for batch in batches]
-        how = torch.cat if field.name.startswith("head_") else _largest if field.name in _LARGEST else sum
-        merged[field.name] = how(values)
+    for each in fields(Errors):
+        values = [getattr(batch, each.name) for batch in batches]
+        how = torch.cat if each.type is Tensor else _largest if each.name in _LARGEST else sum
+        merged[each.name] = how(values)
     return Errors(**merged)
 
 

@@ -274,7 +274,8 @@ class _Kernel:
         headline = self.run.experiments[cell.experiment].headline or ""
         value = cell.measures.get(headline)
         width = value.half_width if isinstance(value, records.Estimate) else None
-        return f"{cell.case} {_number(cell.number(headline))} +- {_number(width).lstrip('+')}"
+        text = f"{cell.case} {_number(cell.number(headline))}"
+        return f"{text}, one sample" if width is None else f"{text} +- {_number(width).lstrip('+')}"
 
     def _margin(self) -> str:
         """Return the failure inputs whose interval reaches over the margin, and how many heads would tell."""

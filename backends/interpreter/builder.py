@@ -23,7 +23,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from tiebreak.backends.interpreter.assumptions import Assumptions
 from tiebreak.backends.interpreter.memory import ANYWHERE, Boxes, KernelMemory, Shape
-from tiebreak.backends.interpreter.numbers import Array, alike, bits, converted, fused, numpy_type
+from tiebreak.backends.interpreter.numbers import Array, alike, bits, converted, fused, is_rounded, numpy_type
 from tiebreak.backends.interpreter.products import product, scaled_operand
 from tiebreak.backends.interpreter.programs import ApartError, Together
 from tiebreak.kernels.kernel import CannotRunError
@@ -85,6 +85,7 @@ class FaithfulBuilder(InterpreterBuilder):
         self._group, self.together = group, together
         self.grid_idx = tuple(self._places[group[0]].tolist())  # for what is printed
         self._multiplied, self._each = False, 1  # elements that a lane loads at once
+        self._decisions = 0
 
     def apart(self) -> Any:
         """Raise that programs must run in their order."""
@@ -96,13 +97,23 @@ class FaithfulBuilder(InterpreterBuilder):
         values = number.data.reshape(len(number.data))
         return (values[0] if len(values) == 1 or self.together is None else self.together.agreed(values)).item()
 
+    def decided(self, number: Handle) -> Any:
+        """Return the value as `agreed`, of a number that decides where code goes on: compilers contract up to there."""
+        self._decisions += 1
+        return self.agreed(number)
+
+    def _factors(self, term: Handle) -> tuple[Array, Array] | None:
+        """Return the factors of a product that may be contracted."""
+        x, y, decisions = term.attr.get("product", (None, None, -1))
+        return (x, y) if decisions == self._decisions else None
+
     def _tile(self, shape: Shape) -> None:
         """Split the group if a tile would be too large."""
         if self.together is not None:
             self.together.tile(shape)
 
-    def in_pairs(self, rows: int, columns: int) -> tuple[tuple[int, ...], int, int]:
-        """Return the assumed order of a row of a product's sums, which tiles have after a program's first product.
+    def in_pairs(self, rows: int, columns: int, size: int) -> tuple[tuple[int, ...], int, int]:
+        """Return the assumed order of a row of a product's sums, of a size, in tiles after a program's first product.
 
         It is that of each of so many equal parts of a row, whose eights of columns so many warps have in turn. Before,
         the order is empty, and a lane has so many columns.
@@ -114,7 +125,7 @@ class FaithfulBuilder(InterpreterBuilder):
             return (3, 0, 1, 2), max(1, self._threads // rows), 1
         # Warps have 16 rows each, or, where a tile has fewer rows than columns, its eights of columns in turn.
         warps = self._threads // self.assumed.warp if rows < columns else 1
-        return self.assumed.pairs, 1, max(1, min(warps, columns // 8))
+        return self.assumed.order(size), 1, max(1, min(warps, columns // 8))
 
     def create_get_program_id(self, axis: int) -> Handle:
         return TensorHandle(self._places[self._group, axis], tl.int32)
@@ -338,8 +349,8 @@ class FaithfulBuilder(InterpreterBuilder):
     def create_fmul(self, lhs: Handle, rhs: Handle) -> Handle:
         """Multiply and round, and remember the factors: a sum may take the product unrounded."""
         rounded = self.binary_op(lhs, rhs, np.multiply)
-        if self.contracts and rounded.data.dtype == np.float32:
-            rounded.attr["product"] = (lhs.data, rhs.data)
+        if self.contracts and is_rounded(rounded.data.dtype):
+            rounded.attr["product"] = (lhs.data, rhs.data, self._decisions)
         return rounded
 
     def create_fadd(self, lhs: Handle, rhs: Handle) -> Handle:
@@ -349,34 +360,30 @@ class FaithfulBuilder(InterpreterBuilder):
                 a, b, *how = term.attr["dot"]
                 return TensorHandle(product(a, b, other.data, self.assumed, *how), other.dtype.scalar)
         for term, other in ((lhs, rhs), (rhs, lhs)):
-            if "product" in term.attr:
-                return _fused(term.attr["product"], other.data, other)
+            if factors := self._factors(term):
+                return _fused(factors, other.data, other)
         return self.binary_op(lhs, rhs, np.add)
 
     def create_fsub(self, lhs: Handle, rhs: Handle) -> Handle:
-        if "product" in lhs.attr:
-            return _fused(lhs.attr["product"], np.negative(rhs.data), rhs)
-        if "product" in rhs.attr:
-            x, y = rhs.attr["product"]
-            return _fused((np.negative(x), y), lhs.data, lhs)
+        if factors := self._factors(lhs):
+            return _fused(factors, np.negative(rhs.data), rhs)
+        if factors := self._factors(rhs):
+            return _fused((np.negative(factors[0]), factors[1]), lhs.data, lhs)
         return self.binary_op(lhs, rhs, np.subtract)
 
     def create_fneg(self, input: Handle) -> Handle:
         """Negate; a product stays a product."""
         negative = self.unary_op(input, np.negative)
         if "product" in input.attr:
-            x, y = input.attr["product"]
-            negative.attr["product"] = (np.negative(x), y)
+            x, y, decisions = input.attr["product"]
+            negative.attr["product"] = (np.negative(x), y, decisions)
         return negative
 
     def create_fma(self, x: Handle, y: Handle, z: Handle) -> Handle:
-        """Multiply and add, rounded once, in narrow formats too: fp64 holds their products and wide enough sums."""
+        """Multiply and add, rounded once, in narrow formats too."""
         if z.data.dtype == np.float64:
             return super().create_fma(x, y, z)
-        if z.data.dtype == np.float32:
-            return _fused((x.data, y.data), z.data, z)
-        wide = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)
-        return TensorHandle(converted(wide, z.data.dtype), z.dtype.scalar)
+        return _fused((x.data, y.data), z.data, z)
 
     def create_fdiv(self, lhs: Handle, rhs: Handle) -> Handle:
         """Divide as the card does; `div_rn` is another operation."""
@@ -462,8 +469,8 @@ def _shaped(arg: Handle, shape: Sequence[int], change: Callable[[Array], Array])
     if "argument" in arg.attr:
         shaped.attr["argument"] = arg.attr["argument"]
     if "product" in arg.attr and data.size == arg.data.size:
-        factors = np.broadcast_arrays(*arg.attr["product"])
-        shaped.attr["product"] = tuple(x.reshape(data.shape) for x in factors)
+        *factors, decisions = arg.attr["product"]
+        shaped.attr["product"] = (*(x.reshape(data.shape) for x in np.broadcast_arrays(*factors)), decisions)
     return shaped
 
 

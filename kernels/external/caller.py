@@ -24,7 +24,7 @@ from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.external.call import Call, Placed, broken
 from tiebreak.kernels.external.isolation import CLOCK, kept_state
 from tiebreak.kernels.external.options import AUTOGRAD, NO_BACKWARD, Convention, KernelOptions
-from tiebreak.kernels.features import ALIBI, CAPPED_BIAS, OBLONG_CAUSAL, OWN_SCALE, PAGES, PLACED, WINDOW
+from tiebreak.kernels.features import ALIBI, CAPPED_BIAS, LENGTHS, OBLONG_CAUSAL, OWN_SCALE, PAGES, PLACED, WINDOW
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Blame, CannotRunError, in_one_line
 from tiebreak.kernels.triton.loading import Tuning, is_interpreting
@@ -32,7 +32,7 @@ from tiebreak.kernels.triton.loading import Tuning, is_interpreting
 _USUAL_D, _USUAL_KEYS = 64, 64  # the head dimension, and what the number of keys is a multiple of, in most cases
 _NO_DRIVER = "0 active drivers"  # Triton's message on a machine without a GPU
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-_LAYOUT = "q, k and v were (batch, heads, N, d): another order is declared, such as --declare layout=bnhd"
+_LAYOUT = "q, k and v were (batch, heads, N, d): another order is declared, such as --declare layout={}"
 _OF_SHAPES = re.compile(r"\b(shape|size|dim(ension)?)s?\b|broadcast|unpack|must match|out of (bounds|range)", re.I)
 _WRAP = "write a function around it that has every row last in a causal sequence (docs/your-kernel.md#wrappers)"
 
@@ -201,7 +201,8 @@ class Caller:
                 usual = self.convention.options.layout == KernelOptions.layout and inputs.q.shape != inputs.k.shape
                 usual = usual and self.convention.tried.isdisjoint(inputs.required_features())
                 if usual and _OF_SHAPES.search(str(error)):
-                    error.add_note(_LAYOUT)
+                    packed = not self.convention.required.isdisjoint(LENGTHS.keywords)
+                    error.add_note(_LAYOUT.format("nhd" if packed else "bnhd"))
                 raise
             started = StartedRun(self, inputs, arranged, call, placed, copies, returned)
             started.check_inputs()

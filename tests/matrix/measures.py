@@ -17,7 +17,7 @@ from torch import Tensor, isfinite
 
 from tiebreak.cases.errors import Errors, coherence, difference, independent_coherence
 from tiebreak.cases.gradients import delta_errors_of, ulps_of_rows
-from tiebreak.cases.verdicts import MARGIN_ULPS, ROUNDED_ONCE, Interval, Value, interval, quantile
+from tiebreak.cases.verdicts import LIMIT, MARGIN_ULPS, ROUNDED_ONCE, WORSE, Interval, Value, interval, quantile
 from tiebreak.kernels.inputs import GRADIENT_NAMES
 from tiebreak.matrix.sample import Sample
 from tiebreak.reports.records.record import FARTHER, LESS, MORE, MeasureRecord
@@ -37,6 +37,8 @@ class CallMeasure:
 
 def _half_width(samples: Tensor) -> float:
     """Return half the width of a one-sided interval for the mean of independent samples, for one question of a run."""
+    if samples.numel() < 2:
+        return math.inf
     widening = quantile(samples.numel(), 1.0 - 2.0 * _FALSE_ALARMS / _QUESTIONS)
     return widening * samples.std().item() / math.sqrt(samples.numel())
 
@@ -50,17 +52,35 @@ def _mean(samples: Tensor) -> Interval | None:
 def ratio_of_means(ours: Tensor, theirs: Tensor, floor: float = 0.0) -> Interval | None:
     """Return the ratio of two means over the same heads, (heads,) each, with its one-sided interval (delta method).
 
-    NaN and Inf are left out in pairs; None of fewer than two pairs. The denominator is at least `floor`.
+    NaN and Inf are left out in pairs; None without a pair, and no interval of one. The denominator is at least `floor`.
+    Where it is the floor, few heads tell little of ours alone. Their ratio to theirs, the larger number, stands where
+    they tell more of it and it is not surely beyond `LIMIT`: what keeps to the limit there keeps to it above the floor.
     """
     both = isfinite(ours) & isfinite(theirs)
-    if int(both.sum()) < 2:
+    if not both.any():
         return None
     ours, theirs = ours[both], theirs[both]
-    base = max(theirs.mean().item(), floor)
-    if base == 0.0:
-        return Interval(1.0, 0.0) if ours.abs().max().item() == 0.0 else None
-    ratio = ours.mean().item() / base
-    return Interval(ratio, _half_width(ours - ratio * theirs) / base)
+    ours_mean, base = ours.mean().item(), theirs.mean().item()
+    if base == 0.0 == floor:
+        return Interval(1.0, 0.0) if ours_mean == 0.0 else None
+    paired = Interval(ratio := ours_mean / base, _half_width(ours - ratio * theirs) / base) if base else None
+    if paired and base >= floor:
+        return paired
+    floored = Interval(ours_mean / floor, _half_width(ours) / floor)
+    return paired if paired and paired.high < floored.high and paired.low <= LIMIT else floored
+
+
+def _square_ratio(ours: Errors, theirs: Errors) -> Interval | None:
+    """Return how much larger the mean squared error of O is than a plan's.
+
+    Heads are the samples: a kernel may be wrong in some, and another plan may be far off in one. A captured layer has
+    no others: its rows tell whether errors keep to the limit, or are as large as in no sound head.
+    """
+    heads, rows = (
+        ratio_of_means(getattr(ours, name), getattr(theirs, name), ROUNDED_ONCE)
+        for name in ("head_size_square", "row_size_square")
+    )
+    return rows if rows and (rows.high <= LIMIT or rows.low > WORSE) else heads
 
 
 def _largest_ratio(ours: Errors, theirs: Errors) -> float:
@@ -194,7 +214,7 @@ BESIDE_A_PLAN: Mapping[str, CallMeasure] = dict(
         _of(
             "square_ratio",
             "mean squared error of O over that of the plan it is held to, on the same heads",
-            _to_plan(lambda ours, plans: ratio_of_means(ours.head_size_square, plans.head_size_square, ROUNDED_ONCE)),
+            _to_plan(_square_ratio),
         ),
         _of(
             "worst_head",

@@ -9,20 +9,15 @@ import tiebreak
 from tiebreak.backends.interpreter import INTERPRETER
 from tiebreak.backends.ptx import PTX
 from tiebreak.backends.ptx.session import executing
-from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.kernel import CannotRunError
-from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.experiments.call import OneCall
-from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.selection import Selection, cells
-from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.programs.pair import PairOptions
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records.record import SKIPPED, UNBIASED, Run
+from tiebreak.studies.cells import CASES, judged
 
-CASES = {case.name: case for case in SCRIPTED}
 FEW_LINES = f"{Path(__file__).parents[1] / 'interpreter' / 'few_lines.py'}:attention"
 
 
@@ -42,9 +37,7 @@ def test_it_runs_where_it_is_named_alone_and_says_what_it_is() -> None:
 
 
 def test_a_users_triton_kernel_is_judged() -> None:
-    cell = Cell(PTX, external_kernel(FEW_LINES), OneCall(CASES["tied_maxima[k=2]"]), BF16)
-    record = run_cell(cell, Workbench(Settings(heads=16)))
-    assert record.verdict == UNBIASED
+    assert judged(external_kernel(FEW_LINES), "tied_maxima[k=2]", backend=PTX).verdict == UNBIASED
 
 
 @pytest.mark.parametrize(
@@ -71,9 +64,7 @@ def test_a_pair_is_of_two_cards() -> None:
 
 
 def test_what_the_card_lacks_is_a_skip_with_the_compilers_reason() -> None:
-    record = run_cell(
-        Cell(PTX, PTX.kernel("triton_fp8"), OneCall(CASES["fp8_ties"]), BF16), Workbench(Settings(heads=2))
-    )
+    record = judged(PTX.kernel("triton_fp8"), "fp8_ties", 2, backend=PTX)
     assert record.outcome == SKIPPED
     assert "type fp8e4nv not supported in this architecture" in str(record.skipped)
 

@@ -66,6 +66,10 @@ def interpreted(module: ModuleType, card: str = "sm_80", rows: int = 64) -> Tens
         (ROW_SUM, "sm_100", ", enable_fp_fusion=False, num_warps=8"),
         (ROW_SUM, "sm_120", ""),
         ("tl.sum(p.to(tl.bfloat16), 1)", "sm_80", ""),
+        ("tl.sum(p.to(tl.bfloat16), 1)", "sm_90", ""),
+        ("tl.sum(p.to(tl.bfloat16), 1)", "sm_100", ", enable_fp_fusion=False"),
+        ("tl.sum(p.to(tl.float16), 1)", "sm_80", ""),
+        ("tl.sum(p.to(tl.float16), 1)", "sm_90", ""),
     ],
 )
 def test_the_interpreter_sums_rows_in_the_order_of_the_compiled_code(
@@ -86,6 +90,27 @@ def test_rows_that_warps_share_are_summed_in_the_order_of_the_compiled_code(
     """With fewer rows than columns each warp has some columns; two warps of sm_100 have no tcgen05."""
     module = mine(launch=f", enable_fp_fusion=False, num_warps={warps}")
     assert torch.equal(executed(module, card, rows), interpreted(module, card, rows))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("card", ["sm_80", "sm_90"])
+def test_a_product_goes_unrounded_into_a_sum_unless_a_branch_lies_between(
+    card: str, dtype: torch.dtype, module_at: Callable[[Path], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    module = module_at(Path(__file__).with_name("few_products.py"))
+    x, y = torch.randn((2, 512), generator=torch.Generator().manual_seed(0)).to(dtype)
+    with executing(card, SHARED[card]):
+        compiled = module.sums(x, y, 2)
+    with interpreting(CARDS[card]):
+        assert torch.equal(module.sums(x, y, 2), compiled)
+    rounded = expected = x.view(2, -1)[0]
+    (first, other), factor = x.view(2, -1), y[:256]
+    for step in range(4):
+        rounded = rounded * factor + first
+        expected = expected * factor + (other if step < 2 else first)
+    assert not torch.equal(compiled[:256], rounded)
+    assert torch.equal(compiled[256:], expected)
 
 
 def test_cards_of_one_tensor_core_and_four_and_eight_warps_round_alike(mine: Any) -> None:

@@ -69,7 +69,7 @@ def launched(kernel: Compiled) -> tuple[Driver, torch.Tensor]:
     driver.keep(ctypes.addressof(handle), kernel)
     given = ctypes.c_uint64(into.data_ptr()), ctypes.c_uint32(1000)
     addresses = (POINTER * 2)(*map(ctypes.addressof, given))
-    config = (ctypes.c_uint * 7)(2, 1, 1, 1, 1, 1, 0)
+    config = (ctypes.c_uint * 14)(2, 1, 1, 1, 1, 1)  # no stream, and no attributes
     failed = driver.launch("sm_80", ctypes.addressof(config), handle.value or 0, ctypes.addressof(addresses))
     assert bool(failed) == (driver.error is not None)
     return driver, into

@@ -46,12 +46,13 @@ def made(
     sink: Tensor | None = None,
     plan: str = "flash@fused",
     apart: float = 0.0,
+    key_heads: int = KEY_HEADS,
 ) -> Sequences:
-    """Sequences with what a plan has for them, (heads, tokens, d); `apart`: q of another engine."""
+    """Return sequences with what a plan has for them, (heads, tokens, d); `apart`: q of another engine."""
     rng, sequences = torch.Generator().manual_seed(1), []
     for queries, keys in lengths:
         q = torch.randn(HEADS, queries, D, generator=rng).bfloat16()
-        k, v = (torch.randn(KEY_HEADS, keys, D, generator=rng) for _ in range(2))
+        k, v = (torch.randn(key_heads, keys, D, generator=rng) for _ in range(2))
         k, v, q = k.bfloat16(), (0.3 * v - 2.4).bfloat16(), (q.float() * (1.0 + apart)).bfloat16()
         given = [x[None].float() for x in (q, k, v)]
         inputs = AttentionInputs(
@@ -202,6 +203,17 @@ def test_a_sound_engine_follows_its_plan_and_one_sequence_with_another_s_rows_fa
     assert "a card of ours, as device.json states" in capsys.readouterr().out
     sequences[1]["o"] = sequences[0]["o"]
     assert judge.main([str(exported(tmp_path / "bad", writing, sequences)), *words]) == 1
+
+
+@pytest.mark.parametrize(("plan", "key_heads"), [("flash@paper", 1), ("flash@fused,tile=24", 2)])
+def test_few_key_heads_tell_by_their_rows_whether_errors_are_as_large_as_a_plan_s(
+    tmp_path: Path, plan: str, key_heads: int
+) -> None:
+    """An engine that splits a model over eight devices may have one a rank; no known plan has tiles of 24 keys."""
+    sequences, words = made([(90, 90)], plan=plan, key_heads=key_heads), ("-n", "0", "--out", str(tmp_path / "out"))
+    assert judge.main([str(exported(tmp_path / "good", in_rows, sequences)), *words]) == 0
+    sequences[0]["o"][3] *= 1.02
+    assert judge.main([str(exported(tmp_path / "bad", in_rows, sequences)), *words]) == 1
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, DECODING])

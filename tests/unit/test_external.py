@@ -410,22 +410,25 @@ def test_a_broken_contract_is_named(loaded: Callable[..., Kernel], body: str, br
 @pytest.mark.parametrize(
     ("keys", "groups", "body", "declared", "noted"),
     [
-        (6, 1, "return q.transpose(-2, -3) @ k", (), True),
-        (8, 1, "return q.transpose(-2, -3) @ k", (), False),
-        (6, 1, "return q.transpose(-2, -3) @ k", ("layout=hnd",), False),
-        (6, 2, "return q @ k.mT", (), False),
-        (6, 1, "raise ValueError('my kernel says no')", (), False),
-        (6, 1, "b, n, h = q.shape", (), True),
+        (6, 1, "return q.transpose(-2, -3) @ k", (), "bnhd"),
+        (8, 1, "return q.transpose(-2, -3) @ k", (), ""),
+        (6, 1, "return q.transpose(-2, -3) @ k", ("layout=hnd",), ""),
+        (6, 2, "return q @ k.mT", (), ""),
+        (6, 1, "raise ValueError('my kernel says no')", (), ""),
+        (6, 1, "b, n, h = q.shape", (), "bnhd"),
+        (6, 1, "return q.transpose(-2, -3) @ k", ("cu_seqlens_q", "cu_seqlens_k"), "nhd"),
     ],
-    ids=["undeclared", "any order fits", "declared", "grouped heads", "of something else", "of its own"],
+    ids=["undeclared", "any order fits", "declared", "grouped heads", "of something else", "of its own", "packed"],
 )
 def test_a_kernel_that_raises_on_shapes_is_told_of_the_layout(
-    loaded: Callable[..., Kernel], keys: int, groups: int, body: str, declared: tuple[str, ...], noted: bool
+    loaded: Callable[..., Kernel], keys: int, groups: int, body: str, declared: tuple[str, ...], noted: str
 ) -> None:
+    more = "".join(f", {word}" for word in declared if "=" not in word)
+    kernel = loaded(f"def f(q, k, v{more}): {body}", *(word for word in declared if "=" in word))
     with pytest.raises((RuntimeError, ValueError)) as caught:
-        run(loaded(f"def f(q, k, v): {body}", *declared), inputs(8, keys, groups=groups))
+        run(kernel, inputs(8, keys, groups=groups))
     notes = getattr(caught.value, "__notes__", [])
-    assert [note.endswith("--declare layout=bnhd") for note in notes] == [True] * noted
+    assert [note.rpartition("--declare layout=")[2] for note in notes] == ([noted] if noted else [])
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.backends.emulation.rounding import round_to
-from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.algorithms import FLASH_ATTENTION, STANDARD_ATTENTION
 from tiebreak.kernels.arithmetic import Noise
 from tiebreak.kernels.flash import Block
@@ -37,6 +36,7 @@ from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
 from tiebreak.kernels.triton.compiling import not_interpreting
 from tiebreak.kernels.triton.launch import run
 from tiebreak.kernels.triton.roster import BLOCK, DECLARATIONS, triton_kernels
+from tiebreak.studies.cells import CASES
 
 if (reason := not_interpreting()) is not None:
     pytest.skip(reason, allow_module_level=True)
@@ -45,7 +45,6 @@ from tiebreak.backends.interpreter.assumptions import EXACT
 from tiebreak.backends.interpreter.session import interpreting
 
 U = FP32.unit_roundoff
-CASES = {case.name: case for case in SCRIPTED}
 HEADS = 16
 FEW = 0.001  # of the bits
 ARITHMETIC = EmulatedArithmetic()

@@ -13,6 +13,7 @@ from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Declaration, nameless
 from tiebreak.kernels.reference import reference
 from tiebreak.matrix.identification.candidates import MATCHED_BY_ERROR_SIZE, accepted, on_device
+from tiebreak.matrix.identification.settling import left_open
 from tiebreak.matrix.result import HeldTo
 from tiebreak.matrix.sample import Sample
 from tiebreak.matrix.workbench import EQUAL, FIRST_HEADS, Fit, Settled, SharedBatch, equal_bits
@@ -37,8 +38,8 @@ def plan_fits(sample: Sample, settled: Settled) -> Mapping[str, Fit]:
         fit = batch.fits(o, {settled.followed: plans[settled.followed]})
         if fit[settled.followed].bits >= 1.0 - EQUAL:
             return fit
-    if sample.bench.case.needs:  # it tells what a kernel makes of features, and plainer inputs which plan it follows
-        others = _plans_on_other_inputs(settled)
+    others = _plans_on_other_inputs(settled)
+    if sample.bench.case.needs and others:  # it tells what a kernel makes of features, and others which plan it follows
         entries = [name.replace("flash_1@fused", "flash_1@fused,sink=last") for name in others]  # P is cast without it
         plans = {name: plan for name, plan in {**plans, **MATCHED_BY_ERROR_SIZE}.items() if name in (*others, *entries)}
     return batch.fits(o, plans) if plans else {}
@@ -53,8 +54,9 @@ def plan_held_to(sample: Sample, fits: Mapping[str, Fit], settled: Settled) -> H
     """Return the plan that a kernel follows here, or follows on other inputs.
 
     A kernel that follows a plan on most inputs and none on others (it clamps its logits, say) is compared with its own
-    plan on the others. If it follows another plan at another shape, it is compared with that one there. None where bits
-    show nothing.
+    plan on the others. If it follows another plan at another shape, it is compared with that one there. One that could
+    be asked nothing else, as an engine's dump, is compared with what its bits here leave open. None where bits show
+    nothing.
     """
     plans = accepted(on_device(sample.cell.backend), sample.bench.batch(0).inputs.formats)
     plans = {**plans, **MATCHED_BY_ERROR_SIZE}
@@ -63,7 +65,8 @@ def plan_held_to(sample: Sample, fits: Mapping[str, Fit], settled: Settled) -> H
         return None
     nearest, best = max(bits, key=bits.__getitem__), max(fits, key=lambda name: fits[name].bits)
     refused = best if fits[best].bits >= FOLLOWED > bits[nearest] else None
-    names = (nearest,) if refused or bits[nearest] >= FOLLOWED else _plans_on_other_inputs(settled)
+    follows = refused or bits[nearest] >= FOLLOWED
+    names = (nearest,) if follows else _plans_on_other_inputs(settled) or left_open(plans, nearest, bits[nearest])
     held = [HeldTo(name if len(names) == 1 else _LOOSEST, plans[name], refused) for name in names]
     return max(held, key=lambda each: sample.bench.emulated(0, each.declaration)[1].rms_ulps, default=None)
 

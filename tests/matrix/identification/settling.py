@@ -192,9 +192,12 @@ def on_normal_numbers(probed: ProbedKernel, seed: int) -> tuple[str, ...]:
     if answers and total[best] < FOLLOWED * len(answers) and _has_random_bits(probed, answers[0][1].inputs):
         law = {name: plan for name, plan in plans.items() if is_random(plan)} | MATCHED_BY_ERROR_SIZE
         return (_by_error_size(probed.fmt, law, _outputs_on(probed, len(_ASKED), seed)),)
-    if not answers or total[best] >= RANDOM * len(answers):
-        return (best,) if answers else ()
-    return tuple(name for name in total if plans[name].plan.is_stochastic)
+    return left_open(plans, best, total[best] / len(answers)) if answers else ()
+
+
+def left_open(plans: Mapping[str, Declaration], best: str, share: float) -> tuple[str, ...]:
+    """Return what a kernel may follow if `best` has most of its bits: that plan, or all of random bits."""
+    return (best,) if share >= RANDOM else tuple(name for name in plans if plans[name].plan.is_stochastic)
 
 
 @lru_cache(maxsize=len(_ASKED))  # every kernel that follows no plan on designed inputs meets the O of all of them
