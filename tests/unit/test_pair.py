@@ -35,15 +35,7 @@ from tiebreak.reports.pairs.log_probabilities import (
     ModelRecord,
     ReadingComparison,
 )
-from tiebreak.reports.pairs.verdict import (
-    APART,
-    ROUNDINGS,
-    SAME,
-    CallRecord,
-    PairVerdict,
-    headlined,
-    statement,
-)
+from tiebreak.reports.pairs.verdict import APART, ROUNDINGS, SAME, CallRecord, PairVerdict, headlined, statement
 from tiebreak.reports.records.record import UNDECIDED, Estimate
 from tiebreak.reports.records.store import as_text
 from tiebreak.reports.schemas import schema_of
@@ -103,11 +95,7 @@ def test_one_kernel_has_the_same_bits_as_itself_and_nothing_separates_it() -> No
     [
         ("scaled_twice", "sink_tie", "B is another function: scores are scaled twice"),
         ("sink_dropped", "sink_at_maximum", "B is another function: "),
-        (
-            "causal_upper_left",
-            "random_causal_chunk",
-            "B is another function: the causal mask is ",
-        ),
+        ("causal_upper_left", "random_causal_chunk", "B is another function: the causal mask is "),
         ("unscaled_dk", "sink_tie", "gradients of B are wrong, by "),
         ("blind_rows_nan", "wholly_masked", "B differs from the exact answer in what is NaN or Inf, in "),
     ],
@@ -387,10 +375,7 @@ def test_inputs_that_the_nearest_plan_misses_are_named(monkeypatch: pytest.Monke
         (("flash@fuesd", "standard"), "tiebreak pair: flash@fuesd: "),
         (("absent.py:f", "standard"), "tiebreak pair: absent.py:f: cannot import absent.py: no such file: absent.py"),
         (("nothing", "standard"), "tiebreak pair: nothing: no adapter 'nothing'"),
-        (
-            ("mine.py:eager", "standard", "--backend", "emulation"),
-            "--backend emulation: a kernel of yours ",
-        ),
+        (("mine.py:eager", "standard", "--backend", "emulation"), "--backend emulation: a kernel of yours "),
         (("standard", "standard", "--backend", "cpu,emulation,cpu"), "--backend cpu,emulation,cpu: expected one name "),
         (
             ("standard", "standard", "--backend", "interpreter", "--as", "sm_80,sm_90,exact"),
@@ -401,10 +386,7 @@ def test_inputs_that_the_nearest_plan_misses_are_named(monkeypatch: pytest.Monke
         (("standard", "standard", "--cases", "invariance[batch]"), "nothing can be compared: --cases names no call"),
         (("standard", "standard", "--limit", "rsm=1", *FEW[:4]), "--limit rsm: expected mean, rms, "),
         (("standard", "standard", "--limit", "rms=1", *FEW), "--limit rms: expected "),
-        (
-            ("standard", "standard", "--limit", "rms", *FEW),
-            "argument --limit: rms: expected NAME=NUMBER",
-        ),
+        (("standard", "standard", "--limit", "rms", *FEW), "argument --limit: rms: expected NAME=NUMBER"),
         (("standard", "standard", "--json", "absent/it.json"), "--json absent/it.json: there is no folder absent"),
         (("standard", "standard", "--model", "absent.py:f"), "--model absent.py:f: "),
         (("standard", "standard", "--figure", "it.svg", *FEW), "--figure: it is of the model's log-probabilities"),

@@ -12,7 +12,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tiebreak.backends.backend import CPU
-from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.features import COMMON
 from tiebreak.kernels.formats import BF16, Formats
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
@@ -21,8 +20,8 @@ from tiebreak.kernels.reference import reference
 from tiebreak.programs.shrink import command as shrink
 from tiebreak.programs.shrink.search import FINITE, MANY, Part, Shrinker, cut
 from tiebreak.reports import cli
+from tiebreak.studies.cells import CASES
 
-CASES = {case.name: case for case in SCRIPTED}
 KERNELS = """
 import torch
 from tiebreak import kernel
