@@ -34,6 +34,10 @@ class Assumptions:
     #: Whether a thread has a row, or a part of it, of a product of 64 rows or more: even columns come first, then odd.
     whole_rows: bool = False
 
+    def order(self, size: int) -> tuple[int, ...]:
+        """Return `pairs` of numbers of so many bytes: sm_90 adds two of 16 bits at once, as later cards two of 32."""
+        return (2, 1, 3, 0) if size == 2 and self.name == "sm_90" and len(self.pairs) > 2 else self.pairs
+
     @property
     def about(self) -> str:
         """The assumptions, in one line."""

@@ -8,7 +8,8 @@ import torch
 import triton.language as tl
 from numpy.typing import NDArray
 
-from tiebreak.backends.emulation.rounding import fma
+from tiebreak.backends.emulation.rounding import fma, odd_sum
+from tiebreak.backends.interpreter.memory import spread
 from tiebreak.kernels.kernel import CannotRunError
 
 Array = NDArray[Any]
@@ -46,19 +47,27 @@ def bits(x: Array) -> Array:
 def alike(*arrays: Array) -> list[Array]:
     """Return arrays with their first dimension, the programs, broadcast to the longest."""
     programs = max(map(len, arrays))
-    return [np.broadcast_to(array, (programs, *array.shape[1:])) for array in arrays]
+    return [spread(array, (programs, *array.shape[1:])) for array in arrays]
 
 
 def fused(x: Array, y: Array, z: Array) -> Array:
-    """Return x y + z in fp32, rounded once."""
-    arrays = np.broadcast_arrays(x, y, z)
-    fused_sum: Array = fma(*(torch.from_numpy(np.require(array, requirements=["C", "W"])) for array in arrays)).numpy()
-    return fused_sum
+    """Return x y + z in fp32, or in a narrower type, rounded once."""
+    if z.dtype == np.float32:
+        arrays = np.broadcast_arrays(x, y, z)
+        return np.asarray(fma(*(torch.from_numpy(np.require(each, requirements=["C", "W"])) for each in arrays)))
+    # A product of narrow numbers is exact in fp64, its sum rounded to odd there and so once.
+    wide = np.broadcast_arrays(x.astype(np.float64) * y.astype(np.float64), z.astype(np.float64))
+    return converted(odd_sum(*(torch.from_numpy(np.array(term)) for term in wide)).numpy(), z.dtype)
 
 
 def is_float(dtype: np.dtype[Any]) -> bool:
     """Return whether a type is a floating-point one."""
     return dtype in _NARROW.values() or dtype.kind == "f"
+
+
+def is_rounded(dtype: np.dtype[Any]) -> bool:
+    """Return whether a card's sums of a type are followed: all but those of fp64."""
+    return is_float(dtype) and dtype != np.float64
 
 
 def converted(x: Array, to: np.dtype[Any], *, toward_zero: bool = False) -> Array:

@@ -93,9 +93,9 @@ class _Session:
         self.put(tl.tensor, "__init__", _tensors(tl.tensor.__init__))
         self.put(tl, "static_assert", _required)
         self.put(tl, "static_print", lambda *args, **kwargs: self._alone() or print(*args, **kwargs))
-        agreed = self._recorder.noted(self._builder.agreed)
-        self.put(tl.tensor, "__bool__", partialmethod(_decision, agreed))
-        self.put(tl.tensor, "__index__", lambda tensor: int(agreed(tensor.handle)))
+        decided = self._recorder.noted(self._builder.decided)
+        self.put(tl.tensor, "__bool__", partialmethod(_decision, decided))
+        self.put(tl.tensor, "__index__", lambda tensor: int(decided(tensor.handle)))
         for name in ("__str__", "__repr__"):
             self.put(tl.tensor, name, lambda tensor: self._alone() or str(plain(tensor.handle)))
         self.put(tl.tensor, "T", property(tl.trans))
@@ -210,10 +210,10 @@ def _kind(value: Any) -> Any:
     return tuple(map(_kind, value)) if isinstance(value, tuple) else (type(value), value)
 
 
-def _decision(tensor: Any, agreed: Callable[[Any], Any]) -> bool:
+def _decision(tensor: Any, decided: Callable[[Any], Any]) -> bool:
     """Return the truth of a condition; a tile is true."""
     data = tensor.handle.data
-    return bool(data.size != len(data) or agreed(tensor.handle))
+    return bool(data.size != len(data) or decided(tensor.handle))
 
 
 def _validate(descriptor: Any) -> None:

@@ -49,14 +49,6 @@ def _rounded_once(function: Callable[..., Any], x: Array) -> Array:
     return converted(np.asarray(function(x.astype(np.float64))), x.dtype)
 
 
-def _fma(x: Array, y: Array, z: Array) -> Array:
-    if x.dtype == _F32:
-        return fused(x, y, z)
-    # A product of narrow numbers is exact in fp64, its sum rounded to odd there and so once.
-    wide = np.broadcast_arrays(x.astype(np.float64) * y.astype(np.float64), z.astype(np.float64))
-    return converted(odd_sum(*(torch.from_numpy(np.array(term)) for term in wide)).numpy(), x.dtype)
-
-
 def _quotient(x: Array, y: Array) -> Array:
     """Compute `div.full`: x * (1 / y), the reciprocal rounded and scaled; off by at most 2 ulp, as in SASS."""
     fraction, exponent = np.frexp(y)
@@ -194,7 +186,7 @@ _ROWS: tuple[tuple[str, str, Callable[..., Any], str], ...] = (
     ("min", _INTEGERS, np.minimum, "T"),
     ("max", f"{_FP32} {_NARROW}", partial(_extreme, largest=True), "T"),
     ("min", f"{_FP32} {_NARROW}", partial(_extreme, largest=False), "T"),
-    ("fma", "rn.f32 rn.ftz.f32 rn.f32x2 rn.f16 rn.bf16 rn.f16x2 rn.bf16x2", _fma, "T"),
+    ("fma", "rn.f32 rn.ftz.f32 rn.f32x2 rn.f16 rn.bf16 rn.f16x2 rn.bf16x2", fused, "T"),
     ("fma", "rn.f32.f16 rn.f32.bf16", lambda x, y, z: fused(x.astype(_F32), y.astype(_F32), z), "T T f32"),
     ("div", "rn.f32 rn.ftz.f32", np.divide, "T"),
     ("div", "full.f32 full.ftz.f32 approx.f32 approx.ftz.f32", _quotient, "T"),

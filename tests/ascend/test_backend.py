@@ -16,13 +16,12 @@ from tiebreak.backends import ascend as device
 from tiebreak.backends.ascend import ASCEND, Ascend, ascend
 from tiebreak.backends.backend import CPU
 from tiebreak.backends.torch_device import DeviceError
-from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Kernel
+from tiebreak.studies.cells import CASES
 
-CASES = {case.name: case for case in SCRIPTED}
 INPUTS = CASES["random"].make(1, 0, 16, BF16)
 VERSION = torch.__version__.partition("+")[0]
 DRIVER = "usr/local/Ascend/driver/version.info"

@@ -9,7 +9,6 @@ import torch
 from tiebreak.backends.ascend import Ascend
 from tiebreak.backends.torch_arithmetic import TorchArithmetic
 from tiebreak.cases.bounds import UNDECLARED, ErrorBounds
-from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.features import LENGTHS
 from tiebreak.kernels.formats import BF16, FP16, FP32, Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs, Gradients
@@ -26,8 +25,8 @@ from tiebreak.kernels.npu import (
     unpack,
 )
 from tiebreak.kernels.reference import Reference, reference, reference_gradients, sink_gradient
+from tiebreak.studies.cells import CASES
 
-CASES = {case.name: case for case in SCRIPTED}
 SHAPES = ["random", "random_causal", "random_grouped", "random_odd", "padded"]
 FUSION = [kernel.name for kernel in every_fusion_attention()]
 NAMES = list(dict.fromkeys([*FUSION, *(kernel.name for kernel in npu_kernels())]))

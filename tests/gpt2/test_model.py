@@ -8,15 +8,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.backends.backend import EMULATION
-from tiebreak.cases.gpt2.attention import (
-    FP32_ATTENTION,
-    HeadKernel,
-    Heads,
-    LayerCall,
-    Observation,
-    attend,
-    noise_seed,
-)
+from tiebreak.cases.gpt2.attention import FP32_ATTENTION, HeadKernel, Heads, LayerCall, Observation, attend, noise_seed
 from tiebreak.cases.gpt2.model import GPT2, PRESETS, Configuration, Gate, HeadNorm, everywhere
 from tiebreak.cases.gpt2.variants import variants
 from tiebreak.kernels.counter import random_bits

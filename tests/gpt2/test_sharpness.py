@@ -12,18 +12,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.laboratory import sharpness as program
-from tiebreak.laboratory.sharpness import (
-    BACK,
-    ON,
-    TRAINED,
-    Point,
-    Run,
-    parse,
-    run_one,
-    settings,
-    sharpness,
-    summary,
-)
+from tiebreak.laboratory.sharpness import BACK, ON, TRAINED, Point, Run, parse, run_one, settings, sharpness, summary
 from tiebreak.reports.cli import main
 
 WORDS = "--steps 2 --more 2 --every 1 --rate 1e-2 --sequences 2 --held-out 4 --eps 5e-4,1e-2 --attention same"

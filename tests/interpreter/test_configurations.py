@@ -12,7 +12,6 @@ from tiebreak.backends.backend import CPU
 from tiebreak.backends.interpreter import INTERPRETER
 from tiebreak.backends.interpreter.assumptions import EXACT
 from tiebreak.backends.interpreter.session import interpreting
-from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.kernel import CannotRunError
@@ -20,9 +19,9 @@ from tiebreak.kernels.triton.loading import Tuning
 from tiebreak.programs import check
 from tiebreak.reports.records import store
 from tiebreak.reports.verdict import Verdicts
+from tiebreak.studies.cells import CASES
 
 SIZES = [triton.Config({"SIZE": size}, num_warps=warps) for size, warps in ((4, 4), (8, 4), (4, 8), (64, 4))]
-CASES = {case.name: case for case in SCRIPTED}
 #: Of these the third alone casts its running sum, the second differs in warps alone, and a compiler refuses the fourth.
 TUNED = """
 @triton.autotune([

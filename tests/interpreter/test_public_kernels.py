@@ -12,17 +12,11 @@ import torch
 from tiebreak.backends.interpreter import INTERPRETER
 from tiebreak.backends.interpreter.assumptions import EXACT
 from tiebreak.backends.interpreter.session import interpreting
-from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.external import external_kernel
-from tiebreak.kernels.formats import BF16
-from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.experiments.call import OneCall
-from tiebreak.matrix.run import run_cell
-from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.records.record import SKIPPED
+from tiebreak.studies.cells import judged
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "public-kernels"
-CASES = {case.name: case for case in SCRIPTED}
 FILE = """
 import torch
 import triton
@@ -85,7 +79,7 @@ def test_a_kernel_whose_file_is_not_here_is_skipped_with_the_place_it_should_hav
 ) -> None:
     monkeypatch.setenv("TIEBREAK_SOURCES", str(tmp_path))
     target = external_kernel(f"{EXAMPLES / 'public_kernels.py'}:aiter_mha")
-    record = run_cell(Cell(INTERPRETER, target, OneCall(CASES["no_tail"]), BF16), Workbench(Settings(heads=2)))
+    record = judged(target, "no_tail", 2, backend=INTERPRETER)
     assert record.outcome == SKIPPED
     assert "there is no aiter/ops/triton/attention/mha.py" in str(record.skipped)
 

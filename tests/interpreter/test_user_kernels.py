@@ -7,25 +7,22 @@ import torch
 
 from tiebreak.backends.backend import CPU, Backend
 from tiebreak.backends.interpreter import INTERPRETER
-from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.formats import BF16
-from tiebreak.matrix.experiment import Cell, SelectionContext
+from tiebreak.matrix.experiment import SelectionContext
 from tiebreak.matrix.experiments import contract
-from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.experiments.contract import Contract
-from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.records.record import CRASHED, PASSED, SKIPPED, UNBIASED, Record, Run
 from tiebreak.reports.verdict import verdicts
+from tiebreak.studies.cells import CASES, judged
 
-CASES = {case.name: case for case in SCRIPTED}
 BENCH = Workbench(Settings(heads=16))
 File = Callable[..., str]
 
 
 def _cell(target: str, case: str, backend: Backend = INTERPRETER) -> Record:
-    return run_cell(Cell(backend, external_kernel(target), OneCall(CASES[case]), BF16), BENCH)
+    return judged(external_kernel(target), case, backend=backend, bench=BENCH)
 
 
 def test_a_users_triton_kernel_is_judged_on_a_cpu(file: File) -> None:
@@ -91,7 +88,7 @@ def test_a_users_kernel_is_run_twice_and_the_suites_own_need_not_be(file: File) 
     """One of a user's may draw numbers of its own; for the suite's this shows once that the bits repeat."""
     twice, own = Contract(contract.CASES[0]), INTERPRETER.kernel("triton_fair")
     users = external_kernel(file())
-    assert run_cell(Cell(INTERPRETER, users, twice, BF16), BENCH).passed("repeatable")
+    assert judged(users, twice, backend=INTERPRETER, bench=BENCH).passed("repeatable")
     pairs = [(INTERPRETER, own), (INTERPRETER, users)]
     assert twice.pairs(SelectionContext(pairs, [INTERPRETER], BF16)) == pairs[1:]
     inputs = CASES["random"].make(3, 0, 8, BF16)

@@ -9,20 +9,15 @@ import tiebreak
 from tiebreak.backends.interpreter import INTERPRETER
 from tiebreak.backends.ptx import PTX
 from tiebreak.backends.ptx.session import executing
-from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.kernel import CannotRunError
-from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.experiments.call import OneCall
-from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.selection import Selection, cells
-from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.programs.pair import PairOptions
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records.record import SKIPPED, UNBIASED, Run
+from tiebreak.studies.cells import CASES, judged
 
-CASES = {case.name: case for case in SCRIPTED}
 FEW_LINES = f"{Path(__file__).parents[1] / 'interpreter' / 'few_lines.py'}:attention"
 
 
@@ -42,17 +37,18 @@ def test_it_runs_where_it_is_named_alone_and_says_what_it_is() -> None:
 
 
 def test_a_users_triton_kernel_is_judged() -> None:
-    cell = Cell(PTX, external_kernel(FEW_LINES), OneCall(CASES["tied_maxima[k=2]"]), BF16)
-    record = run_cell(cell, Workbench(Settings(heads=16)))
-    assert record.verdict == UNBIASED
+    assert judged(external_kernel(FEW_LINES), "tied_maxima[k=2]", backend=PTX).verdict == UNBIASED
 
 
-@pytest.mark.parametrize("kernel", ["triton_flash", "triton_paper"])
-def test_the_suites_kernel_has_the_interpreters_bits_forward_and_backward(kernel: str) -> None:
-    """The plan `paper` leaves gradients in fp32, so they show the order in which delta was summed."""
+@pytest.mark.parametrize(
+    ("kernel", "card"), [("triton_flash", "sm_80"), ("triton_paper", "sm_80"), ("triton_standard", "sm_100")]
+)
+def test_the_suites_kernel_has_the_interpreters_bits_forward_and_backward(kernel: str, card: str) -> None:
+    """The plan `paper` leaves gradients in fp32, and `standard` sums delta over products: they show its order."""
     inputs = CASES["random"].make(3, 0, 2, BF16)
     ours, theirs = (
-        backend.run(backend.kernel(kernel), inputs, gradients=True) for backend in (PTX, INTERPRETER.assuming("sm_80"))
+        backend.run(backend.kernel(kernel), inputs, gradients=True)
+        for backend in (PTX.assuming(card), INTERPRETER.assuming(card))
     )
     assert torch.equal(ours.o, theirs.o)
     assert ours.gradients is not None
@@ -68,9 +64,7 @@ def test_a_pair_is_of_two_cards() -> None:
 
 
 def test_what_the_card_lacks_is_a_skip_with_the_compilers_reason() -> None:
-    record = run_cell(
-        Cell(PTX, PTX.kernel("triton_fp8"), OneCall(CASES["fp8_ties"]), BF16), Workbench(Settings(heads=2))
-    )
+    record = judged(PTX.kernel("triton_fp8"), "fp8_ties", 2, backend=PTX)
     assert record.outcome == SKIPPED
     assert "type fp8e4nv not supported in this architecture" in str(record.skipped)
 

@@ -39,21 +39,21 @@ def mine(tmp_path: Path, module_at: Callable[[Path], ModuleType]) -> Any:
     return loaded
 
 
-def inputs() -> tuple[Tensor, Tensor, Tensor]:
+def inputs(rows: int = 64) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(SHAPE, generator=generator).bfloat16() for _ in range(3))
-    return q, k.repeat(1, 1, 2, 1) * 1.5, torch.cat([v, v * 0.7], 2)
+    return q[:, :, :rows], k.repeat(1, 1, 2, 1) * 1.5, torch.cat([v, v * 0.7], 2)
 
 
-def executed(module: ModuleType, card: str = "sm_80") -> Tensor:
+def executed(module: ModuleType, card: str = "sm_80", rows: int = 64) -> Tensor:
     with executing(card, SHARED[card]):
-        o: Tensor = module.attention(*inputs(), scale=0.13)
+        o: Tensor = module.attention(*inputs(rows), scale=0.13)
     return o
 
 
-def interpreted(module: ModuleType, card: str = "sm_80") -> Tensor:
+def interpreted(module: ModuleType, card: str = "sm_80", rows: int = 64) -> Tensor:
     with interpreting(CARDS[card]):
-        o: Tensor = module.attention(*inputs(), scale=0.13)
+        o: Tensor = module.attention(*inputs(rows), scale=0.13)
     return o
 
 
@@ -66,6 +66,10 @@ def interpreted(module: ModuleType, card: str = "sm_80") -> Tensor:
         (ROW_SUM, "sm_100", ", enable_fp_fusion=False, num_warps=8"),
         (ROW_SUM, "sm_120", ""),
         ("tl.sum(p.to(tl.bfloat16), 1)", "sm_80", ""),
+        ("tl.sum(p.to(tl.bfloat16), 1)", "sm_90", ""),
+        ("tl.sum(p.to(tl.bfloat16), 1)", "sm_100", ", enable_fp_fusion=False"),
+        ("tl.sum(p.to(tl.float16), 1)", "sm_80", ""),
+        ("tl.sum(p.to(tl.float16), 1)", "sm_90", ""),
     ],
 )
 def test_the_interpreter_sums_rows_in_the_order_of_the_compiled_code(
@@ -74,6 +78,39 @@ def test_the_interpreter_sums_rows_in_the_order_of_the_compiled_code(
     """In fp32, which hides nothing; and in bf16, where every sum of two is rounded."""
     module = mine(row_sum, launch)
     assert torch.equal(executed(module, card), interpreted(module, card))
+
+
+@pytest.mark.parametrize(
+    ("card", "rows", "warps"),
+    [("sm_80", 16, 4), ("sm_90", 32, 8), ("sm_100", 16, 2), ("sm_100", 64, 2), ("sm_120", 32, 4)],
+)
+def test_rows_that_warps_share_are_summed_in_the_order_of_the_compiled_code(
+    card: str, rows: int, warps: int, mine: Any
+) -> None:
+    """With fewer rows than columns each warp has some columns; two warps of sm_100 have no tcgen05."""
+    module = mine(launch=f", enable_fp_fusion=False, num_warps={warps}")
+    assert torch.equal(executed(module, card, rows), interpreted(module, card, rows))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("card", ["sm_80", "sm_90"])
+def test_a_product_goes_unrounded_into_a_sum_unless_a_branch_lies_between(
+    card: str, dtype: torch.dtype, module_at: Callable[[Path], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    module = module_at(Path(__file__).with_name("few_products.py"))
+    x, y = torch.randn((2, 512), generator=torch.Generator().manual_seed(0)).to(dtype)
+    with executing(card, SHARED[card]):
+        compiled = module.sums(x, y, 2)
+    with interpreting(CARDS[card]):
+        assert torch.equal(module.sums(x, y, 2), compiled)
+    rounded = expected = x.view(2, -1)[0]
+    (first, other), factor = x.view(2, -1), y[:256]
+    for step in range(4):
+        rounded = rounded * factor + first
+        expected = expected * factor + (other if step < 2 else first)
+    assert not torch.equal(compiled[:256], rounded)
+    assert torch.equal(compiled[256:], expected)
 
 
 def test_cards_of_one_tensor_core_and_four_and_eight_warps_round_alike(mine: Any) -> None:

@@ -60,8 +60,7 @@ def test_texts_have_bias_interval_verdict_and_largest_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("only", "case"),
-    [("agree", "a"), ("bits", "b"), ("different", "c"), ("missing", "d"), ("incomparable", "e")],
+    ("only", "case"), [("agree", "a"), ("bits", "b"), ("different", "c"), ("missing", "d"), ("incomparable", "e")]
 )
 def test_only_shows_one_agreement_and_counts_all(only: str, case: str, tiebreak: Call) -> None:
     changed: dict[str, dict[str, Any]] = {"a": {}, "b": {"digest": "q"}, "c": {"verdict": "biased"}, "e": {"seed": 2}}

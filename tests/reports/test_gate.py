@@ -74,11 +74,7 @@ def judge(old: Record, new: Record, *, across: bool = False, fail: Limits | None
         ({}, {"verdict": "unbiased", "shown": SHOWN, **bias(None, None)}, "NaN or missing: bias, interval of bias; a"),
         ({}, measured(delta_bias=1e-5), "NaN or missing: interval of delta_bias; a number"),
         ({}, answered("extra", False, "more", "why", outcome="failed"), "failed, passed in the baseline: why"),
-        (
-            answered(CLAIM, False, "any"),
-            {"replaced": skip(outcome="timed_out")},
-            "timed_out, failed in the baseline",
-        ),
+        (answered(CLAIM, False, "any"), {"replaced": skip(outcome="timed_out")}, "timed_out, failed in the baseline"),
         ({}, answered(CLAIM, True, "any", "", "us"), "claim: asks any, as claimed in the baseline"),
         (
             answered("extra", False, "more"),

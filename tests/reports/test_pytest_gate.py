@@ -43,10 +43,7 @@ def matrix(matrix: Callable[..., pytest.RunResult]) -> Callable[..., pytest.RunR
     """Runs two quick cells of the matrix in this process, its workers, if any, in theirs."""
 
     def call(
-        *arguments: str,
-        workers: int = 0,
-        cells: Sequence[str] = (*QUICK, *CASES),
-        plugins: Sequence[object] = (),
+        *arguments: str, workers: int = 0, cells: Sequence[str] = (*QUICK, *CASES), plugins: Sequence[object] = ()
     ) -> pytest.RunResult:
         return matrix("-n", str(workers), *cells, *arguments, plugins=plugins)
 

@@ -25,11 +25,11 @@ from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.cli import count
 from tiebreak.reports.records.record import CRASHED, FAILED, MEASURED, PASSED, SKIPPED, Record
 from tiebreak.studies.alarms import at_most
+from tiebreak.studies.cells import CASES
 from tiebreak.studies.pages import PageTable, measured_at, read_rows, table, write_rows
 from tiebreak.studies.study import Study
 
 TWINS = Path(__file__).with_name("twins.csv")
-CASES = {case.name: case for case in EVERY}
 # Normal numbers, with gradients, as `--cases random --features block_mask` has them.
 _ADDED = (("random_causal", "softcap=2", "window=9"), ("random", "block_mask"))
 EXPERIMENTS: Mapping[str, Experiment] = {

@@ -12,9 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention, softmax
 
-from tiebreak.backends.backend import CPU
-from tiebreak.cases.case import Shape, normal_numbers
-from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.cases.case import Case, Shape, normal_numbers
 from tiebreak.cases.verdicts import LIMIT
 from tiebreak.defects.kernel import Attention, Request
 from tiebreak.defects.planted import twin, users
@@ -23,17 +21,13 @@ from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.formats import BF16, FP16, Format
 from tiebreak.kernels.kernel import Kernel
-from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.experiments.call import OneCall
-from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.records.record import FOLLOWED_BACKWARD, Record
+from tiebreak.studies.cells import CASES, judged
 
-CASES = {case.name: case for case in SCRIPTED}
 GROUPED_IN_TILES = replace(
     CASES["random_grouped"], name="grouped_in_tiles", recipe=partial(normal_numbers, shape=Shape(queries=40, groups=4))
 )
-CASES[GROUPED_IN_TILES.name] = GROUPED_IN_TILES
 FLASH_2 = "FlashAttention-2's (P and dS in 16 bits)"
 PYTORCH = "PyTorch's for CPUs (P and dS in 16 bits, sums in 16 bits after every 32 queries)"
 
@@ -170,12 +164,12 @@ def _bench(heads: int) -> Workbench:
     return Workbench(Settings(seed=2, heads=heads))
 
 
-def judged(kernel: Kernel, case: str, heads: int = 32, fmt: Format = BF16) -> Record:
-    return run_cell(Cell(CPU, kernel, OneCall(CASES[case]), fmt), _bench(heads))
+def run(kernel: Kernel, case: str | Case, heads: int = 32, fmt: Format = BF16) -> Record:
+    return judged(kernel, case, fmt=fmt, bench=_bench(heads))
 
 
 CAST, BY_HEAD = "(dO / l, P and dP in 16 bits)", "heads of a group added in 16 bits"
-SHIPPED: dict[Any, tuple[str, str]] = {
+SHIPPED: dict[Any, tuple[str | Case, str]] = {
     flash: ("random_odd", FLASH_2),
     composed: ("random_odd", "autograd's in fp32"),
     hugging_face: ("random_odd", "autograd's of eager attention (P, dP and dS in 16 bits)"),
@@ -185,11 +179,8 @@ SHIPPED: dict[Any, tuple[str, str]] = {
     through_the_maximum: ("random_odd", f"autograd's of an unnormalised O that is cast, through the maximum {CAST}"),
     past_the_maximum: ("random_odd", f"autograd's of an unnormalised O that is cast {CAST}"),
     with_o_bar_in_fp32: ("random_odd", "autograd's of an unnormalised O (P and dP in 16 bits)"),
-    of_repeated_keys: (GROUPED_IN_TILES.name, f"{PYTORCH[:-1]}, {BY_HEAD})"),
-    of_heads_in_16_bits: (
-        "random_grouped",
-        f"autograd's of an unnormalised O (P and dP in 16 bits, {BY_HEAD})",
-    ),
+    of_repeated_keys: (GROUPED_IN_TILES, f"{PYTORCH[:-1]}, {BY_HEAD})"),
+    of_heads_in_16_bits: ("random_grouped", f"autograd's of an unnormalised O (P and dP in 16 bits, {BY_HEAD})"),
     of_heads_through_the_maximum: (
         "random_grouped",
         f"autograd's of an unnormalised O, through the maximum (P and dP in 16 bits, {BY_HEAD})",
@@ -206,9 +197,9 @@ SHIPPED: dict[Any, tuple[str, str]] = {
     ],
 )
 def test_gradients_of_what_people_ship_have_the_bits_of_a_known_backward_pass(
-    kernel: Any, case: str, expected: str, fmt: Format
+    kernel: Any, case: str | Case, expected: str, fmt: Format
 ) -> None:
-    record = judged(external_kernel(f"{Path(__file__)}:{kernel.__name__}"), case, heads=8, fmt=fmt)
+    record = run(external_kernel(f"{Path(__file__)}:{kernel.__name__}"), case, heads=8, fmt=fmt)
     bits = record.evidence["backward"]
     assert max(bits, key=lambda name: sum(bits[name].values())) == expected
     assert sorted(bits[expected].values())[1] >= FOLLOWED_BACKWARD  # two show a backward pass
@@ -218,7 +209,7 @@ def test_gradients_of_what_people_ship_have_the_bits_of_a_known_backward_pass(
 def test_gradients_that_err_no_more_than_a_shipped_pass_are_not_held_to_a_finer_one() -> None:
     """With dS in fp16, dQ and dK have the bits of fp32's and dV has FlashAttention-2's."""
     finer = partial(Attention, rounded_ds=lambda _, ds, request: ds.half().float())
-    assert judged(users(finer, "finer"), "random").passed("gradients")
+    assert run(users(finer, "finer"), "random").passed("gradients")
 
 
 class LostUpdate(Attention):
@@ -232,11 +223,11 @@ class LostUpdate(Attention):
 
 
 def test_a_backward_pass_that_errs_more_fails_in_one_line_with_numbers() -> None:
-    answer = judged(users(LostUpdate, "LostUpdate"), "random_odd", heads=64).answers["gradients"]
+    answer = run(users(LostUpdate, "LostUpdate"), "random_odd", heads=64).answers["gradients"]
     assert answer.passed is False
     assert "of dQ " in answer.why
     assert "1.1 is allowed" in answer.why
-    assert judged(twin("tiled"), "random_odd", heads=64).passed("gradients")
+    assert run(twin("tiled"), "random_odd", heads=64).passed("gradients")
 
 
 @pytest.mark.parametrize(
@@ -250,7 +241,7 @@ def test_a_backward_pass_that_errs_more_fails_in_one_line_with_numbers() -> None
 def test_what_autograd_makes_is_held_to_its_own_pass_or_to_the_largest_errors_of_all(
     sound: Any, coarse: Any, gradient: str, held_to: str, case: str
 ) -> None:
-    good, bad = (judged(external_kernel(f"{Path(__file__)}:{each.__name__}"), case, 128) for each in (sound, coarse))
+    good, bad = (run(external_kernel(f"{Path(__file__)}:{each.__name__}"), case, 128) for each in (sound, coarse))
     assert good.passed("gradients")
     answer = bad.answers["gradients"]
     assert answer.passed is False
@@ -264,7 +255,7 @@ def test_what_autograd_makes_is_held_to_its_own_pass_or_to_the_largest_errors_of
 )
 def test_a_delta_of_the_forward_pass_in_tiles_is_no_fault_of_the_backward_pass(kernel: Any, plan: str) -> None:
     """An O that is cast after each tile is farther off than one that is cast once, and delta comes from it."""
-    record = judged(external_kernel(f"{Path(__file__)}:{kernel.__name__}"), "random", heads=128)
+    record = run(external_kernel(f"{Path(__file__)}:{kernel.__name__}"), "random", heads=128)
     fits = record.evidence["fits"]
     assert max(fits, key=lambda name: fits[name].bits) == plan
     assert record.passed("accuracy")

@@ -19,15 +19,11 @@ from tiebreak.backends.backend import CPU
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.backends.emulation.instructions import amx_matmul, bfmmla_matmul, vdpbf16_matmul
 from tiebreak.backends.platform import cpu_features
-from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.formats import BF16, FP32
 from tiebreak.kernels.plans import Accumulator, Cast
 from tiebreak.kernels.roster import composed_kernel
-from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.experiments.call import OneCall
-from tiebreak.matrix.run import run_cell
-from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.records.record import PREDICTION
+from tiebreak.studies.cells import judged
 
 Array = NDArray[Any]
 Matmul = Callable[[Tensor, Tensor], Tensor]
@@ -36,7 +32,6 @@ TILES = 10_000
 COMPILER, QEMU = shutil.which("aarch64-linux-gnu-gcc"), shutil.which("qemu-aarch64-static")
 X86_COMPILER, HAS_IT = shutil.which("gcc"), "avx512_bf16" in cpu_features()
 SPECIAL = [0, 0x8000, 1, 0x8001, 0x7F, 0x80, 0x8080, 0x3F80, 0xBF80, 0x7F7F, 0xFF7F, 0x7F80, 0xFF80, 0x7FC0, 0x0100]
-CASES = {case.name: case for case in SCRIPTED}
 
 
 def _patterns(lowest: int, highest: int) -> Make:
@@ -176,8 +171,8 @@ def test_a_cell_that_failed_says_what_predicts_it() -> None:
         def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
             return super().matmul(a, b, cast, Accumulator.BFMMLA)
 
-    cell = Cell(replace(CPU, arithmetic=OnArm()), composed_kernel("flash@paper"), OneCall(CASES["faint_tail"]), BF16)
-    answer = run_cell(cell, Workbench(Settings(heads=16))).answers[PREDICTION]
+    arm = replace(CPU, arithmetic=OnArm())
+    answer = judged(composed_kernel("flash@paper"), "faint_tail", backend=arm).answers[PREDICTION]
     assert answer.passed is False
     assert answer.why.endswith("; flash@paper,accumulator=bfmmla, as this device multiplies, does")
 

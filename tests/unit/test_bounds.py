@@ -8,7 +8,6 @@ from torch import Tensor
 
 from tiebreak.backends.backend import EMULATION
 from tiebreak.cases.bounds import UNDECLARED, ErrorBounds
-from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.algorithms import FLASH_ATTENTION, STANDARD_ATTENTION
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.flash import BLOCK, Block
@@ -19,10 +18,10 @@ from tiebreak.kernels.plans import ALL_BF16, FP32_PLAN, ISOLATION, PAPER, PLANS,
 from tiebreak.kernels.reference import reference
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 from tiebreak.matrix.workbench import SharedBatch
+from tiebreak.studies.cells import CASES
 
 pytestmark = pytest.mark.quick
 
-CASES = {case.name: case for case in SCRIPTED}
 RANDOM = ["random", "random_causal", "random_grouped", "random_odd", "random_mixed_v", "padded", "wholly_masked"]
 
 each_format = pytest.mark.parametrize("fmt", [BF16, FP16], ids=lambda fmt: fmt.name)

@@ -234,14 +234,8 @@ class TestWhatIsKept:
         ("options", "why"),
         [
             ({"dropout_p": 0.1}, "dropout"),
-            (
-                {"attn_mask": torch.linspace(-1, 0, TOKENS).expand(TOKENS, TOKENS)},
-                "a mask that is neither causal",
-            ),
-            (
-                {"attn_mask": torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril(2)},
-                "a mask that is neither causal",
-            ),
+            ({"attn_mask": torch.linspace(-1, 0, TOKENS).expand(TOKENS, TOKENS)}, "a mask that is neither causal"),
+            ({"attn_mask": torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril(2)}, "a mask that is neither causal"),
             (None, "NaN or Inf"),
         ],
     )

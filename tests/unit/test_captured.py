@@ -31,10 +31,10 @@ from tiebreak.kernels.roster import composed_kernel
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments import call
 from tiebreak.matrix.experiments.call import OneCall
-from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.sample import Sample
 from tiebreak.matrix.workbench import Settings, Settled, Workbench
 from tiebreak.reports.records.record import CAPTURED, CRASHED, MEASURED, Run
+from tiebreak.studies.cells import judged
 
 MatrixRun = Callable[..., pytest.RunResult]
 Kept = Callable[..., Run]
@@ -172,7 +172,7 @@ class TestCases:
     def test_a_file_that_is_gone_crashes_its_cell_alone(self, tmp_path: Path) -> None:
         case = only_case(tmp_path, normal((1, 2, 4, 8)))
         (tmp_path / "inputs-000007.safetensors").unlink()
-        record = run_cell(Cell(EMULATION, composed_kernel("standard"), OneCall(case), BF16), Workbench(Settings()))
+        record = judged(composed_kernel("standard"), case, backend=EMULATION)
         assert (record.outcome, record.case_version) == (CRASHED, 0)
         assert re.search(r"CapturedError: .*inputs-000007.safetensors: cannot be read", record.reasons[0])
 
@@ -214,16 +214,13 @@ class TestLooks:
         """TransformerEngine 3216: dK 88 times too large on a layer of a training run."""
         case = only_case(tmp_path, normal((2, 4, 16, 64), key_heads=2))
         tested = users(partial(SOUND["tiled"], **changes), "tested")
-        record = run_cell(Cell(on(), tested, OneCall(case), BF16), Workbench(Settings(heads=8)))
+        record = judged(tested, case, 8, backend=on())
         assert record.answers["gradients"].passed is passed
         assert re.search(r"asked: O, and gradients .* beside .*; not asked: nothing", record.evidence[CAPTURED])
 
     def test_a_sequence_of_one_token_has_gradients_of_0_and_no_errors(self, tmp_path: Path) -> None:
         case = only_case(tmp_path, normal((4, 2, 1, 16)))
-        record = run_cell(
-            Cell(on(), users(SOUND["tiled"], "tested"), OneCall(case), BF16), Workbench(Settings(heads=8))
-        )
-        assert record.answers["gradients"].passed
+        assert judged(users(SOUND["tiled"], "tested"), case, 8, backend=on()).passed("gradients")
 
     def test_what_is_not_asked_of_a_captured_call_is_told(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -231,7 +228,7 @@ class TestLooks:
         monkeypatch.setattr(captured, "_SCORES", 4 * 48 * 96)
         case = only_case(tmp_path, normal((2, 4, 96, 16)), CAUSAL)
         tested = users(SOUND["tiled"], "tested", backward="none")
-        record = run_cell(Cell(on(), tested, OneCall(case), BF16), Workbench(Settings(heads=8)))
+        record = judged(tested, case, 8, backend=on())
         told = record.evidence[CAPTURED].partition("; not asked: ")[2]
         assert all(word in told for word in ("48 queries of 96", "48 keys of 96", "gradients"))
 
@@ -275,7 +272,7 @@ class TestLooks:
         assert gone.obstacle.startswith("every element of O has cancelled")
         assert gone.prediction_passed is None
         for each, told in ((case, True), (cancelling, False)):
-            record = run_cell(Cell(CPU, TRUNCATING, OneCall(each), BF16), Workbench(Settings()))
+            record = judged(TRUNCATING, each, 256)
             assert ("fits" in record.evidence) is told
 
 

@@ -13,7 +13,6 @@ from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.backends.emulation.rounding import fma
 from tiebreak.backends.torch_arithmetic import TorchArithmetic
 from tiebreak.cases.errors import signed_error_ulps
-from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.flash import Block
 from tiebreak.kernels.formats import BF16, Formats
@@ -21,11 +20,11 @@ from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError, Declaration, run_declared
 from tiebreak.kernels.plans import Exponential
 from tiebreak.kernels.reference import reference
+from tiebreak.studies.cells import CASES
 
 pytestmark = pytest.mark.quick
 
 EMULATED, NATIVE = EmulatedArithmetic(), TorchArithmetic()
-CASES = {case.name: case for case in SCRIPTED}
 LOG2_E = Fraction(math.log2(math.e))  # the fp64 number, of which FlashAttention-2 takes a product with alpha
 TIE = 2.0**12 + 1.0  # its square has 25 bits, the last one set: halfway between two fp32 numbers
 

@@ -16,7 +16,6 @@ from tiebreak.backends import cuda
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.backends.torch_arithmetic import TorchArithmetic
 from tiebreak.cases.bounds import ErrorBounds
-from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels import flex, varlen, vendor
 from tiebreak.kernels.formats import BF16, Formats
 from tiebreak.kernels.inputs import AttentionInputs
@@ -24,13 +23,9 @@ from tiebreak.kernels.kernel import Kernel, run_declared
 from tiebreak.kernels.plans import Accumulator, Cast, SinkEntry
 from tiebreak.kernels.reference import reference, reference_gradients, sink_gradient
 from tiebreak.kernels.triton.loading import installed
-from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.experiments.call import OneCall
-from tiebreak.matrix.run import run_cell
-from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.records.record import CRASHED, PASSED, SKIPPED, UNDECIDED, Record
+from tiebreak.studies.cells import CASES, judged
 
-CASES = {case.name: case for case in SCRIPTED}
 ARITHMETIC = cuda.CudaArithmetic()
 GIB = 2**30
 
@@ -262,8 +257,7 @@ class TestCells:
     @staticmethod
     def run(name: str) -> Record:
         backend = replace(cuda.CUDA, device="cpu", unavailable=lambda: None)
-        bench = Workbench(Settings(seed=1, heads=16))
-        return run_cell(Cell(backend, backend.kernel(name), OneCall(CASES["tied_maxima[k=2]"]), BF16), bench)
+        return judged(backend.kernel(name), "tied_maxima[k=2]", backend=backend)
 
     def test_eager_torch(self) -> None:
         assert self.run("flash@paper").outcome in (PASSED, UNDECIDED)

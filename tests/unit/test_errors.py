@@ -59,13 +59,7 @@ def test_an_error_is_positive_away_from_zero_in_ulps_of_the_reference(out: float
 
 # Two-sided quantiles of Student's distribution, as printed in tables.
 @pytest.mark.parametrize(
-    ("confidence", "freedom", "table"),
-    [
-        (0.999, 15, 4.073),
-        (0.999, 60, 3.460),
-        (0.99, 30, 2.750),
-        (0.95, 120, 1.980),
-    ],
+    ("confidence", "freedom", "table"), [(0.999, 15, 4.073), (0.999, 60, 3.460), (0.99, 30, 2.750), (0.95, 120, 1.980)]
 )
 def test_the_quantile_is_that_of_tables(confidence: float, freedom: int, table: float) -> None:
     # Twice the first term that the expansion leaves out (Abramowitz and Stegun, 26.7.5), and a table's rounding.

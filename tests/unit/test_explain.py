@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -10,7 +10,6 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from tiebreak.backends.backend import EMULATION
-from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.features import COMMON
@@ -18,13 +17,10 @@ from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Kernel, nameless, run_forward, tilings
 from tiebreak.kernels.reference import reference
-from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.experiments.identity import Identification
 from tiebreak.matrix.identification.candidates import candidates
 from tiebreak.matrix.identification.explain import explain
 from tiebreak.matrix.record_collector import plans
-from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings, SharedBatch, Workbench
 from tiebreak.reports.records.record import (
     BEHAVES_LIKE,
@@ -38,6 +34,7 @@ from tiebreak.reports.records.record import (
     Record,
 )
 from tiebreak.reports.tables.texts import explanation_text
+from tiebreak.studies.cells import CASES, judged
 
 
 def fit(bits: float | None, mean: float | None = 0.0, half_width: float | None = 0.01) -> FitRecord:
@@ -134,9 +131,7 @@ def test_random_bits_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    "other",
-    [fit(0.66, 0.2), fit(0.66, 0.04, 0.2), fit(0.66, None)],
-    ids=["biased", "too_few_heads", "no_number"],
+    "other", [fit(0.66, 0.2), fit(0.66, 0.04, 0.2), fit(0.66, None)], ids=["biased", "too_few_heads", "no_number"]
 )
 def test_a_random_plan_of_another_bias_explains_nothing(other: FitRecord) -> None:
     explanation = only(compared("a", {"fair": fit(0.66)}), compared("b", {"fair": other}))
@@ -183,7 +178,7 @@ def test_a_named_tile_is_the_only_one() -> None:
 @cache
 def batch(case: str) -> SharedBatch:
     """Inputs of a case, and what the candidates make of them, for all tests."""
-    inputs = next(each for each in SCRIPTED if each.name == case).make(1, 0, 32, BF16)
+    inputs = CASES[case].make(1, 0, 32, BF16)
     return SharedBatch(inputs, reference(inputs))
 
 
@@ -210,11 +205,7 @@ def folded(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "plan"),
-    [
-        (mlx, "standard,scale=input,q=input,s=input"),
-        (folded, "flash@fused,q=input,base=2"),
-    ],
+    ("kernel", "plan"), [(mlx, "standard,scale=input,q=input,s=input"), (folded, "flash@fused,q=input,base=2")]
 )
 def test_a_kernel_that_scales_q_first_is_known(kernel: Callable[..., Tensor], plan: str) -> None:
     """In PyTorch's own bf16, with a scale that is no power of two."""
@@ -233,9 +224,9 @@ def test_a_cell_tries_the_plan_that_designed_inputs_show_and_all_others_where_it
 
     kernel = Kernel("k", by_head_dimension, None, has_backward=False, takes=COMMON, external=True)
     bench = Workbench(Settings(heads=8))
-    cells = {case.name: Cell(EMULATION, kernel, OneCall(case), BF16) for case in SCRIPTED}
-    run_cell(Cell(EMULATION, kernel, Identification(), BF16), bench)
-    fits_by_case = {case: run_cell(cells[case], bench).evidence["fits"] for case in ("random", "random_causal")}
+    emulated = partial(judged, kernel, backend=EMULATION, bench=bench)
+    emulated(Identification())
+    fits_by_case = {case: emulated(case).evidence["fits"] for case in ("random", "random_causal")}
     assert set(fits_by_case["random"]) == {"flash@fused"}
     assert set(fits_by_case["random_causal"]) == set(candidates())
     assert fits_by_case["random_causal"]["flash@paper"].bits == 1.0

@@ -20,10 +20,6 @@ from tiebreak.defects.planted import DEFECTS, twin
 from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.kernels.external.loading import imported
-from tiebreak.kernels.formats import BF16
-from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.run import run_cell
-from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.programs import check
 from tiebreak.programs.files import backend, export, judge, runner
 from tiebreak.reports import cli
@@ -33,6 +29,7 @@ from tiebreak.reports.records import store
 from tiebreak.reports.records.decode import encode
 from tiebreak.reports.records.record import Run
 from tiebreak.reports.schemas import schema_of
+from tiebreak.studies.cells import judged
 from tiebreak.studies.power import EXPERIMENTS
 
 pytestmark = pytest.mark.usefixtures("shared_cases")
@@ -169,7 +166,7 @@ def test_too_few_heads_are_named_with_the_export_that_has_the_verdict_of_check(
     export.main([str(tmp_path / "few"), "--cases", cases, "--heads", "16"])
     few = answered(tmp_path / "few", tmp_path / "answers", kernel, monkeypatch)
     capsys.readouterr()
-    assert judged(few, tmp_path / "out") == 0
+    assert code_of(few, tmp_path / "out") == 0
     first, *_, last = capsys.readouterr().out.splitlines()
     assert "at the margin" in first
     told, _, command = last.partition("tiebreak export NEW ")
@@ -194,14 +191,14 @@ def test_the_next_step_is_short_and_device_json_declares_the_kernel(
     path = answered(folder, tmp_path / "calls", __import__("kernels").no_scale, monkeypatch)
     capsys.readouterr()
     words = ("--cases", "random")
-    assert judged(path, tmp_path / "out", *words) == 1
+    assert code_of(path, tmp_path / "out", *words) == 1
     command = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  next"))
     assert shlex.split(command.partition("tiebreak judge ")[2]) == [str(path), "-v", *words]
     (path / "device.json").write_text(json.dumps({"declare": {"plan": "flash@paper", "head_dims": [64]}}))
-    assert judged(path, tmp_path / "out", *words) == 1
+    assert code_of(path, tmp_path / "out", *words) == 1
     assert store.load(tmp_path / "out/last.json", Run).records[0].plan == "flash@paper"
     (path / "device.json").write_text(json.dumps({"declare": {"lse": "10"}}))
-    assert judged(path, tmp_path / "out", *words) == 2
+    assert code_of(path, tmp_path / "out", *words) == 2
 
 
 def test_no_answer_is_exported_and_the_same_bits_each_time(folder: Path, raw: Path, tmp_path: Path) -> None:
@@ -325,7 +322,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 }
 
 
-def judged(folder: Path, out: Path, *words: str) -> int:
+def code_of(folder: Path, out: Path, *words: str) -> int:
     """Return the exit code of the command, an error of usage being 2."""
     try:
         return judge.main([str(folder), "-n", "0", "--out", str(out), *words])
@@ -338,7 +335,7 @@ def judged(folder: Path, out: Path, *words: str) -> int:
 def test_no_damage_passes(good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     shutil.copytree(good, tmp_path / "calls")
     DAMAGES[name](tmp_path / "calls")
-    code, said = judged(tmp_path / "calls", tmp_path / "out"), capsys.readouterr()
+    code, said = code_of(tmp_path / "calls", tmp_path / "out"), capsys.readouterr()
     assert code in (1, 2)
     if code == 1:
         assert said.out.startswith("FAIL")
@@ -354,7 +351,7 @@ def test_no_answer_to_a_call_that_only_tells_the_plan_passes_for_another(
     path = good / "0001.out.safetensors"
     monkeypatch.setitem(globals(), "_first", lambda folder: (folder / path.name, *runner.read(path)))
     DAMAGES[what](tmp_path / "calls")
-    assert judged(tmp_path / "calls", tmp_path / "out", "--cases", "random") == 1
+    assert code_of(tmp_path / "calls", tmp_path / "out", "--cases", "random") == 1
 
 
 def test_a_call_that_hangs_or_ends_the_process_is_told_and_the_others_are_answered(
@@ -390,7 +387,7 @@ def test_raw_files_have_the_verdict_of_the_others(
     theirs = outcome(judge.main, capsys, str(good), "--out", str(tmp_path / "theirs"))
     assert outcome(judge.main, capsys, str(folder), "--out", str(tmp_path / "ours")) == theirs
     _bytes("0001.o.bin", lambda content: content[:-2])(folder)
-    assert judged(folder, tmp_path / "out") == 2
+    assert code_of(folder, tmp_path / "out") == 2
 
 
 ANSWERS = Path(__file__).parents[2] / "examples/files"
@@ -420,7 +417,7 @@ def test_programs_without_torch_answer_a_folder(
     exported: Path = request.getfixturevalue("folder" if answer is run_numpy else "raw")
     path = shutil.copytree(exported, tmp_path / "calls")
     answer(path)
-    assert judged(path, tmp_path / "out", "--cases", "random") == 0
+    assert code_of(path, tmp_path / "out", "--cases", "random") == 0
     assert not any("refused" in backend.opened(str(path)).outputs(call)[1] for call in manifest(path).calls)
 
 
@@ -485,9 +482,9 @@ def test_gate_compare_and_page_take_what_was_judged_and_say_who_states_the_devic
         (path / "device.json").write_text('{"device": "a card of ours"}')
     baseline = str(tmp_path / "baseline.json")
     words = ("--cases", "random", "--name", "mine", "--baseline", baseline)
-    assert judged(first, tmp_path / "a", *words, "--update-baseline") == 0
-    assert judged(first, tmp_path / "a", *words) == 0
-    assert judged(worse, tmp_path / "b", *words) == 1
+    assert code_of(first, tmp_path / "a", *words, "--update-baseline") == 0
+    assert code_of(first, tmp_path / "a", *words) == 0
+    assert code_of(worse, tmp_path / "b", *words) == 1
     assert "regression" in capsys.readouterr().out
     records = [str(tmp_path / name / "last.json") for name in "ab"]
     assert cli.main(["compare", *records]) == 0
@@ -521,7 +518,7 @@ def test_a_planted_defect_fails_by_the_same_checks_and_a_sound_kernel_with_featu
     flags = [word for word in judge.words_of(backend.opened(path), name) if "=" in word]
     in_files = external_kernel(backend.TARGET, flags=[*flags, f"lse={options.lse}"])
     live, files = (
-        run_cell(Cell(on, each, EXPERIMENTS[case], BF16), Workbench(Settings(heads=16)))
+        judged(each, EXPERIMENTS[case], backend=on)
         for on, each in ((CPU, kernel), (backend.FILES.assuming(path), in_files))
     )
     assert (files.outcome, files.verdict, files.digest) == (live.outcome, live.verdict, live.digest)

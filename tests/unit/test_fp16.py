@@ -21,13 +21,10 @@ from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.reference import reference
 from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel
 from tiebreak.kernels.shift_rules import BETA_V1, repeated
-from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.experiments.call import OneCall
-from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.records.record import CLAIM, FAILED, PASSED, Record
+from tiebreak.studies.cells import CASES, judged
 
-CASES = {case.name: case for case in EVERY}
 HEADS = 1024
 LOST = 25 * math.log(2.0)  # exp(-LOST) is half of fp16's smallest number: from here on P-bar is 0
 DEVICE = replace(EMULATION, name="device", predicts=False)  # so that kernels run which do not do what they declare
@@ -46,7 +43,7 @@ CLAIMED = {
 
 
 def _record(backend: Backend, kernel: Kernel, case: str, bench: Workbench | None = None) -> Record:
-    return run_cell(Cell(backend, kernel, OneCall(CASES[case]), FP16), bench or Workbench(Settings()))
+    return judged(kernel, case, 256, fmt=FP16, backend=backend, bench=bench)
 
 
 def _measured(name: str, inputs: AttentionInputs) -> Errors:

@@ -8,22 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tiebreak.backends.backend import CPU
-from tiebreak.cases.feature_cases import FEATURED
-from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.defects.loops import detached
 from tiebreak.kernels.external.kernels import external_kernel, users_kernel
 from tiebreak.kernels.external.options import KernelOptions
-from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.kernel import Kernel
-from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.experiments.call import OneCall
-from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Named, Settings, Settled, Workbench
 from tiebreak.reports.records.record import Record
+from tiebreak.studies.cells import judged
 
-CASES = {case.name: case for case in SCRIPTED}
-PAGED = next(case for case in FEATURED if case.name == "paged_ties")
 LOOPS = Path(detached.__code__.co_filename)
 #: Which heads of a call are wrong.
 WRONG: dict[str, Callable[[Tensor], Tensor]] = {
@@ -56,14 +48,14 @@ def _bench(heads: int, seed: int) -> Workbench:
     return Workbench(Settings(seed=seed, heads=heads), settled=_settled(seed))
 
 
-def judged(kernel: Kernel, case: str, heads: int, seed: int = 1) -> Record:
-    return run_cell(Cell(CPU, kernel, OneCall(CASES[case]), BF16), _bench(heads, seed))
+def run(kernel: Kernel, case: str, heads: int, seed: int = 1) -> Record:
+    return judged(kernel, case, bench=_bench(heads, seed))
 
 
 @pytest.mark.parametrize("heads", [16, 32, 64, 256])
 @pytest.mark.parametrize("which", WRONG)
 def test_heads_that_are_wrong_never_pass(which: str, heads: int) -> None:
-    record = judged(wrong(which, 1.02), "random_odd", heads)
+    record = run(wrong(which, 1.02), "random_odd", heads)
     assert record.fails
     assert record.passed("accuracy") is False
 
@@ -71,14 +63,14 @@ def test_heads_that_are_wrong_never_pass(which: str, heads: int) -> None:
 @pytest.mark.parametrize("which", WRONG)
 def test_nor_do_they_where_no_head_is_asked_alone(which: str) -> None:
     """Their interval tells nothing of 128 heads: the answer is undecided, which fails the run."""
-    record = judged(wrong(which, 1.02), "sink_tie", 16)
+    record = run(wrong(which, 1.02), "sink_tie", 16)
     assert record.fails
     assert record.passed("accuracy") is not True
 
 
 @pytest.mark.parametrize(("which", "factor"), [("half of them", 1.004), ("the first", 1.01)])
 def test_nor_do_small_faults(which: str, factor: float) -> None:
-    assert judged(wrong(which, factor), "random_odd", 32).fails
+    assert run(wrong(which, factor), "random_odd", 32).fails
 
 
 @pytest.mark.parametrize(("factor", "passes"), [(1.0, True), (1.02, False)])
@@ -92,16 +84,14 @@ def test_nor_in_a_kernel_that_takes_pages_alone(factor: float, *, passes: bool) 
         o[:, ::8] *= factor
         return o.to(q.dtype)
 
-    kernel = users_kernel("paged", paged, KernelOptions(backward="none"))
-    assert run_cell(Cell(CPU, kernel, OneCall(PAGED), BF16), _bench(64, 1)).passes is passes
+    assert run(users_kernel("paged", paged, KernelOptions(backward="none")), "paged_ties", 64).passes is passes
 
 
 @pytest.mark.parametrize(
-    ("kernel", "case", "seed"),
-    [("attention", "random_scaled", 2), ("detached", "random_wide", 3)],
+    ("kernel", "case", "seed"), [("attention", "random_scaled", 2), ("detached", "random_wide", 3)]
 )
 def test_a_sound_loop_whose_largest_head_is_far_out_passes(kernel: str, case: str, seed: int) -> None:
     """One known pass errs a fourth to an eleventh as much in one head; the others, as sound, do not."""
-    record = judged(external_kernel(f"{LOOPS}:{kernel}"), case, 256, seed)
+    record = run(external_kernel(f"{LOOPS}:{kernel}"), case, 256, seed)
     assert record.passes, record.reasons
     assert 0.5 < (record.number("worst_gradient") or 0.0) <= 4.0

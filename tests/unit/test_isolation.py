@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from tiebreak.backends.backend import CPU, EMULATION
-from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.external import external_kernel, isolation
 from tiebreak.kernels.external.isolation import kept_state
 from tiebreak.kernels.formats import BF16
@@ -24,8 +23,8 @@ from tiebreak.matrix.experiments.contract import Contract
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.records.record import FAILED, PASSED, Record
+from tiebreak.studies.cells import CASES, judged
 
-CASES = {case.name: case for case in SCRIPTED}
 PLAIN = """
 import os
 import random
@@ -94,9 +93,8 @@ def summary(record: Record) -> tuple[object, ...]:
 def in_one_process(folder: Path, body: str) -> tuple[Record, list[tuple[object, ...]]]:
     """The record of a kernel that does something first, and of the cells after it."""
     bench, mine = Workbench(Settings(seed=1, heads=16)), external_kernel(kernel_file(folder, body))
-    first = run_cell(Cell(CPU, mine, OneCall(CASES["random_odd"]), BF16), bench)
-    later = [Cell(backend, kernel, OneCall(CASES[case]), BF16) for backend, kernel, case in LATER]
-    return first, [summary(run_cell(cell, bench)) for cell in later]
+    first = judged(mine, "random_odd", bench=bench)
+    return first, [summary(judged(kernel, case, backend=backend, bench=bench)) for backend, kernel, case in LATER]
 
 
 @pytest.fixture(scope="module")

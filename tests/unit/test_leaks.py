@@ -6,14 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiebreak.backends.backend import CPU
 from tiebreak.kernels.external import external_kernel
-from tiebreak.kernels.formats import BF16
-from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.contract import CALLS, CASES, Contract, left_behind, mallinfo
-from tiebreak.matrix.run import run_cell
-from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.records.record import FAILED, MEASURED, Record
+from tiebreak.studies.cells import judged
 
 KERNEL = """
 import threading
@@ -47,7 +43,7 @@ needs_linux = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="t
 def record(folder: Path, body: str) -> Record:
     (folder / "mine.py").write_text(KERNEL.format(body=body), encoding="utf-8")
     kernel = external_kernel(f"{folder / 'mine.py'}:attention")
-    return run_cell(Cell(CPU, kernel, Contract(CASES[0]), BF16), Workbench(Settings(heads=16)))
+    return judged(kernel, Contract(CASES[0]))
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,9 @@ from tiebreak.cases.gpt2.fixture import Fixture, Read, Way
 from tiebreak.kernels.formats import BF16, FP16
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import CannotRunError, Kernel
-from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.log_probabilities import KIND
 from tiebreak.matrix.pairs import Side
 from tiebreak.matrix.pairs.through_model import OwnModel, difference, own_model, through_model
-from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.selection import Selection, cells
 from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.errors import UsageError
@@ -30,6 +28,7 @@ from tiebreak.reports.pairs.log_probabilities import EXACT, FLOOR, MEASURES, PAI
 from tiebreak.reports.records.decode import encode
 from tiebreak.reports.records.record import FAILED, MEASURED, Estimate, NumbersRecord
 from tiebreak.reports.tables import grids
+from tiebreak.studies.cells import judged
 
 VOCABULARY = 5
 
@@ -284,9 +283,7 @@ def test_cells_of_it_are_run_where_they_are_named() -> None:
 @pytest.mark.usefixtures("small")
 def test_a_cell_keeps_what_machines_are_compared_by() -> None:
     (experiment,), bench = KIND.experiments, Workbench(Settings())
-    one, other = (
-        run_cell(Cell(CPU, CPU.kernel(name), experiment, BF16), bench) for name in ("flash@fused", "flash@paper")
-    )
+    one, other = (judged(CPU.kernel(name), experiment, bench=bench) for name in ("flash@fused", "flash@paper"))
     assert (one.outcome, one.format, one.shown and one.shown.kind) == (MEASURED, "bf16", "nats_rms")
     assert one.digest != other.digest
     kept = one.evidence["numbers"]
@@ -312,6 +309,6 @@ def test_a_cell_fails_where_log_probabilities_are_no_numbers_and_is_skipped_wher
     def refused(_: AttentionInputs) -> AttentionOutput:
         raise CannotRunError("not here")
 
-    record = run_cell(Cell(CPU, broken(lost).kernel, experiment, BF16), bench)
+    record = judged(broken(lost).kernel, experiment, bench=bench)
     assert (record.outcome, record.not_passed) == (FAILED, ["log_probabilities"])
-    assert run_cell(Cell(CPU, broken(refused).kernel, experiment, BF16), bench).skipped == "not here"
+    assert judged(broken(refused).kernel, experiment, bench=bench).skipped == "not here"

@@ -24,7 +24,6 @@ from tiebreak.cases.gradients import (
     row_units,
     ulps_of_rows,
 )
-from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.cases.verdicts import LIMIT, ROUNDED_ONCE, WORSE, interval
 from tiebreak.defects.kernel import SOUND, Request, Switch
 from tiebreak.defects.planted import twin, users
@@ -36,17 +35,14 @@ from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.reference import reference, reference_gradients
 from tiebreak.kernels.roster import composed_kernel
 from tiebreak.kernels.shift_rules import SHIFT_RULES
-from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments import contract
-from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.experiments.contract import Contract
 from tiebreak.matrix.identification.candidates import accepted, candidates
 from tiebreak.matrix.measures import BESIDE_A_PLAN, ratio_of_means
-from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Named, Settings, Settled, Workbench
-from tiebreak.reports.records.record import FAILED, MEASURED, PASSED, Answer, Record
+from tiebreak.reports.records.record import FAILED, MEASURED, PASSED, Record
+from tiebreak.studies.cells import CASES, judged
 
-CASES = {case.name: case for case in SCRIPTED}
 HEADS = 64
 Change = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
@@ -60,8 +56,7 @@ def record(case: str | Contract, change: Change) -> Record:
         return AttentionOutput(ref.o.bfloat16().float(), gradients=Gradients(dq, dk, dv))
 
     kernel = Kernel("theirs", compute, None, takes=COMMON)
-    experiment = OneCall(CASES[case]) if isinstance(case, str) else case
-    return run_cell(Cell(CPU, kernel, experiment, BF16), Workbench(Settings(heads=32)))
+    return judged(kernel, case, 32)
 
 
 def bounds_of(inputs: AttentionInputs) -> GradientBounds:
@@ -70,15 +65,12 @@ def bounds_of(inputs: AttentionInputs) -> GradientBounds:
     return GradientErrorBounds(ErrorBounds(inputs, ref), reference_gradients(inputs, ref)).of(UNDECLARED)
 
 
-@pytest.mark.parametrize(
-    "case",
-    ["random_causal", "random_grouped", "random_scaled", "padded", "wholly_masked"],
-)
+@pytest.mark.parametrize("case", ["random_causal", "random_grouped", "random_scaled", "padded", "wholly_masked"])
 def test_right_gradients_are_within_their_bounds(case: str) -> None:
     """Behind a mask too: keys that nobody sees, and rows that see nothing, where 0 times NaN is what goes wrong."""
-    judged = record(case, lambda *gradients: gradients)
-    assert judged.passed("gradients")
-    assert max(judged.number(f"{name}_ulps") or 9.0 for name in ("dq", "dk", "dv")) < 0.5
+    right = record(case, lambda *gradients: gradients)
+    assert right.passed("gradients")
+    assert max(right.number(f"{name}_ulps") or 9.0 for name in ("dq", "dk", "dv")) < 0.5
     if case in ("padded", "wholly_masked"):
         unseen = record(case, lambda dq, dk, dv: (dq, torch.where(dk == 0, torch.nan, dk), dv))
         assert unseen.passed("gradients") is False
@@ -121,10 +113,10 @@ def test_how_much_of_the_gradients_repeats_is_measured_and_no_failure() -> None:
         return dq, dk, dv
 
     twice = Contract(contract.CASES[0])
-    judged = record(twice, racing)
-    assert judged.number("gradients_repeated") == pytest.approx(5 / 6, abs=0.01)
-    assert judged.passed("repeatable")
-    assert judged.outcome == MEASURED
+    raced = record(twice, racing)
+    assert raced.number("gradients_repeated") == pytest.approx(5 / 6, abs=0.01)
+    assert raced.passed("repeatable")
+    assert raced.outcome == MEASURED
     assert record(twice, lambda *gradients: gradients).number("gradients_repeated") == 1.0
 
 
@@ -143,26 +135,20 @@ def test_a_backward_pass_that_fails_takes_no_forward_pass_with_it(tmp_path: Path
         f"    {after}\n    return o\n"
     )
     target = f"{tmp_path / 'mine.py'}:mine"
-    judged, none = (
-        run_cell(
-            Cell(CPU, external_kernel(target, flags=flags), OneCall(CASES["random"]), BF16),
-            Workbench(Settings(heads=32)),
-        )
-        for flags in ((), ("backward=none",))
-    )
-    assert judged.outcome == FAILED
-    assert judged.passed("bound")
-    assert f"its backward pass {why}" in judged.answers["gradients"].why
+    backward, none = (judged(external_kernel(target, flags=flags), "random", 32) for flags in ((), ("backward=none",)))
+    assert backward.outcome == FAILED
+    assert backward.passed("bound")
+    assert f"its backward pass {why}" in backward.answers["gradients"].why
     assert none.outcome == PASSED
     assert "gradients" not in none.answers
-    assert judged.digest == none.digest
+    assert backward.digest == none.digest
 
 
 def test_bounds_are_some_times_what_kernels_err_by_and_grow_with_the_inputs() -> None:
     """A bound of everything would catch nothing; with dO twice as large it is twice as large, subnormals aside."""
     for name in ("sdpa_flash", "sdpa_math"):
-        judged = run_cell(Cell(CPU, CPU.kernel(name), OneCall(CASES["random"]), BF16), Workbench(Settings(heads=32)))
-        assert 0.1 < (judged.number("gradient_error_over_bound") or 0.0) <= 1.0
+        over_bound = judged(CPU.kernel(name), "random", 32).number("gradient_error_over_bound")
+        assert 0.1 < (over_bound or 0.0) <= 1.0
     inputs = CASES["random"].make(1, 0, 16, BF16)
     twice = replace(inputs, do=2 * inputs.do)
     first, second = (bounds_of(call).elements for call in (inputs, twice))
@@ -197,15 +183,10 @@ def test_a_row_is_measured_in_ulps_of_its_largest_element() -> None:
     assert ulps_of_rows(rows, row_units(exact, BF16), 2) == 1.0  # an ulp of 3 in bf16 is 2^-6; a row of zeros has none
 
 
-def answer(kernel: Kernel, case: str) -> Answer:
-    record = run_cell(Cell(CPU, kernel, OneCall(CASES[case]), BF16), Workbench(Settings(seed=3, heads=HEADS)))
-    return record.answers["accuracy"]
-
-
 @pytest.mark.parametrize("case", ["near_tie_inside", "random_scaled", "mixed_sign_v", "repeated_large[r=105]"])
 def test_a_sound_kernel_that_has_no_plans_bits_passes(case: str) -> None:
     """Split in two it has 87 % of the bits of any plan in the first case, and errs no more."""
-    assert answer(twin("split"), case).passed is True
+    assert judged(twin("split"), case, HEADS, seed=3).passed("accuracy") is True
 
 
 def test_one_head_that_cancels_does_not_fail_and_a_share_of_all_heads_does() -> None:
@@ -289,6 +270,6 @@ def test_random_bits_of_a_users_own_are_held_to_the_law_of_a_plan(case: str) -> 
     ]
     for sound, changes, bench, passed, law in kernels:
         kernel = users(partial(SOUND[sound], **changes), " ".join([sound, *changes]))
-        answer = run_cell(Cell(CPU, kernel, OneCall(CASES[case]), BF16), bench).answers["accuracy"]
+        answer = judged(kernel, case, bench=bench).answers["accuracy"]
         assert answer.passed is passed, answer
         assert case != "tied_p_bar" or law in answer.asked

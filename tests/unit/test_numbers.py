@@ -15,16 +15,11 @@ from typing import Any
 import pytest
 
 from tiebreak.backends.backend import EMULATION
-from tiebreak.cases.feature_cases import EVERY
 from tiebreak.kernels.declarations import parse_declaration
-from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.kernel import composed
-from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.experiments.call import OneCall
-from tiebreak.matrix.run import run_cell
-from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import Record
+from tiebreak.studies.cells import CASES, judged
 
 ROOT = Path(__file__).parents[2]
 LIST: dict[str, Any] = tomllib.loads((ROOT / "docs" / "numbers.toml").read_text(encoding="utf-8"))
@@ -32,7 +27,6 @@ ENTRIES: list[dict[str, Any]] = LIST["table"]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 NUMBER = re.compile(r"x?[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 FIGURE = re.compile(rf"[*]*{NUMBER.pattern}(?: %)?(?: ?(?:±|;|,|to) ?[-+]?[\d,.]+)*[*]*(?: [B?][*]*)?(?: of \d+)?")
-CASES = {case.name: case for case in EVERY}
 FROM = re.compile(r"<!-- from (.*?) -->")
 # A figure in a sentence: a number with a fraction, or with a unit. Code, links and versions are none.
 UNIT = r" (?:%|ulps?\b|times\b|of bits|of \d|CPU|m?s\b|seconds\b|minutes?\b|hours?\b|GB|GiB|MiB)"
@@ -125,8 +119,7 @@ def kept(path: str) -> dict[tuple[str, str], Record]:
 
 
 def emulated(case: str, kernel: str) -> Record:
-    cell = Cell(EMULATION, composed(kernel, parse_declaration(kernel)), OneCall(CASES[case]), BF16)
-    return run_cell(cell, Workbench(Settings(seed=1)))
+    return judged(composed(kernel, parse_declaration(kernel)), case, 256, backend=EMULATION)
 
 
 def assert_says(cell: str, record: Record, measure: str | None, *, marked: bool) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from tiebreak.defects.planted import DEFECTS, users
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.kernel import Kernel, composed
-from tiebreak.matrix.identification.asking import ProbedKernel, threads
+from tiebreak.matrix.identification.asking import ProbedKernel
 from tiebreak.matrix.identification.identity import Identity
 from tiebreak.matrix.identification.settling import UnidentifiedError
 from tiebreak.matrix.pairs import Side
@@ -35,27 +35,14 @@ from tiebreak.reports.pairs.log_probabilities import (
     ModelRecord,
     ReadingComparison,
 )
-from tiebreak.reports.pairs.verdict import (
-    APART,
-    ROUNDINGS,
-    SAME,
-    CallRecord,
-    PairVerdict,
-    headlined,
-    statement,
-)
+from tiebreak.reports.pairs.verdict import APART, ROUNDINGS, SAME, CallRecord, PairVerdict, headlined, statement
 from tiebreak.reports.records.record import UNDECIDED, Estimate
 from tiebreak.reports.records.store import as_text
 from tiebreak.reports.schemas import schema_of
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 FUSED = parse_declaration("flash@fused,tile=64")
 SOME = ("random_odd", "sink_tie", "no_tail")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    with threads(1):
-        yield
 
 
 def _emulated(plan: str) -> Side:
@@ -103,11 +90,7 @@ def test_one_kernel_has_the_same_bits_as_itself_and_nothing_separates_it() -> No
     [
         ("scaled_twice", "sink_tie", "B is another function: scores are scaled twice"),
         ("sink_dropped", "sink_at_maximum", "B is another function: "),
-        (
-            "causal_upper_left",
-            "random_causal_chunk",
-            "B is another function: the causal mask is ",
-        ),
+        ("causal_upper_left", "random_causal_chunk", "B is another function: the causal mask is "),
         ("unscaled_dk", "sink_tie", "gradients of B are wrong, by "),
         ("blind_rows_nan", "wholly_masked", "B differs from the exact answer in what is NaN or Inf, in "),
     ],
@@ -266,7 +249,7 @@ def test_a_limit_that_is_passed_or_not_known_fails() -> None:
         assert f"; beyond a limit: {said}" in failed.headline
 
 
-MINE = """
+KERNEL = """
 import tiebreak
 
 @tiebreak.kernel(plan="standard,qk=input", backward="none")
@@ -277,13 +260,6 @@ def silent(q, k, v):
     return eager(q, k, v)
 """
 FEW = ("--cases", "no_tail,sink_tie", "--heads", "16", "--model", "none")
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "mine.py").write_text(MINE)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def _unknown(kernel: ProbedKernel, *_: object) -> Identity:
@@ -387,10 +363,7 @@ def test_inputs_that_the_nearest_plan_misses_are_named(monkeypatch: pytest.Monke
         (("flash@fuesd", "standard"), "tiebreak pair: flash@fuesd: "),
         (("absent.py:f", "standard"), "tiebreak pair: absent.py:f: cannot import absent.py: no such file: absent.py"),
         (("nothing", "standard"), "tiebreak pair: nothing: no adapter 'nothing'"),
-        (
-            ("mine.py:eager", "standard", "--backend", "emulation"),
-            "--backend emulation: a kernel of yours ",
-        ),
+        (("mine.py:eager", "standard", "--backend", "emulation"), "--backend emulation: a kernel of yours "),
         (("standard", "standard", "--backend", "cpu,emulation,cpu"), "--backend cpu,emulation,cpu: expected one name "),
         (
             ("standard", "standard", "--backend", "interpreter", "--as", "sm_80,sm_90,exact"),
@@ -401,10 +374,7 @@ def test_inputs_that_the_nearest_plan_misses_are_named(monkeypatch: pytest.Monke
         (("standard", "standard", "--cases", "invariance[batch]"), "nothing can be compared: --cases names no call"),
         (("standard", "standard", "--limit", "rsm=1", *FEW[:4]), "--limit rsm: expected mean, rms, "),
         (("standard", "standard", "--limit", "rms=1", *FEW), "--limit rms: expected "),
-        (
-            ("standard", "standard", "--limit", "rms", *FEW),
-            "argument --limit: rms: expected NAME=NUMBER",
-        ),
+        (("standard", "standard", "--limit", "rms", *FEW), "argument --limit: rms: expected NAME=NUMBER"),
         (("standard", "standard", "--json", "absent/it.json"), "--json absent/it.json: there is no folder absent"),
         (("standard", "standard", "--model", "absent.py:f"), "--model absent.py:f: "),
         (("standard", "standard", "--figure", "it.svg", *FEW), "--figure: it is of the model's log-probabilities"),

@@ -8,7 +8,6 @@ import torch
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.cases.claims import UNBIASED, claim
 from tiebreak.cases.gpt2.attention import HeadKernel, LayerCall, attend
-from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.algorithms import FLASH_ATTENTION, STANDARD_ATTENTION, Algorithm
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.features import CAUSAL
@@ -20,11 +19,11 @@ from tiebreak.kernels.plans import FUSED, ISOLATION, PLANS, PRESETS, Accumulator
 from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel
 from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
 from tiebreak.kernels.triton.launch import refusal
+from tiebreak.studies.cells import CASES
 
 pytestmark = pytest.mark.quick
 
 ARITHMETIC = EmulatedArithmetic()
-CASES = {case.name: case for case in SCRIPTED}
 OF_PRODUCTS = {"p", "ds", "gradients"}  # operands of the tensor cores' products, and what is returned
 # The rounding points that a preset narrows to bf16; all others are fp32.
 NARROW: dict[str, set[str]] = {

@@ -6,7 +6,6 @@ from functools import cache
 
 import pytest
 
-from tiebreak.backends.backend import CPU
 from tiebreak.cases.gpt2.snippets import TWO_LAYERS
 from tiebreak.defects.declared import honest
 from tiebreak.defects.kernel import SOUND
@@ -14,14 +13,13 @@ from tiebreak.defects.planted import DEFECTS, Defect, on, twin
 from tiebreak.kernels.formats import BF16
 from tiebreak.matrix.checks import checks
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.experiments.training import TrainingRun
 from tiebreak.matrix.record_collector import described
-from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.records.record import FAILED, IN_TIME, PASSED, PREDICTION, RUNS, Record, Run
 from tiebreak.reports.verdict import verdicts
-from tiebreak.studies.power import CASES, EXPERIMENTS, run_one
+from tiebreak.studies.cells import CASES, judged
+from tiebreak.studies.power import EXPERIMENTS, run_one
 
 _HEADS = 256  # of kernels that declare a plan, in which nothing is to fall
 #: Checks that no wrong kernel of one call is needed for: of ends, of heads, and of training.
@@ -102,7 +100,7 @@ def test_the_output_that_is_farthest_off_is_named_with_its_share_of_the_referenc
 @pytest.mark.parametrize(("name", "outcome"), [("tiled", PASSED), ("saved_in_a_global", FAILED)])
 def test_training_of_two_layers_tells_what_is_kept_in_a_global(name: str, outcome: str) -> None:
     kernel = DEFECTS[name].kernel if name in DEFECTS else twin(name)
-    record = run_cell(Cell(CPU, kernel, TrainingRun(TWO_LAYERS), BF16), _bench(_HEADS))
+    record = judged(kernel, TrainingRun(TWO_LAYERS), bench=_bench(_HEADS))
     assert record.outcome == outcome, record.reasons
     assert {check for check, answer in record.answers.items() if answer.passed is False} <= {"claim"}
 
@@ -118,8 +116,7 @@ def test_v2_as_printed_is_right_but_for_the_negative_branch() -> None:
 @pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.chaotic or case.cancels])
 def test_a_case_that_cannot_be_predicted_records_no_prediction(case: str) -> None:
     """Else an exemption would read as a prediction that passed."""
-    cell = Cell(on(), honest("flash@fused"), OneCall(CASES[case]), BF16)
-    record = run_cell(cell, _bench(_HEADS))
+    record = judged(honest("flash@fused"), case, backend=on(), bench=_bench(_HEADS))
     assert PREDICTION not in record.answers
     assert "predicted_bias" not in record.measures
 

@@ -144,8 +144,7 @@ class TestUserKernel:
         self, matrix: MatrixRun, kept: Kept, pytester: pytest.Pytester
     ) -> None:
         spec = user_kernel(
-            pytester,
-            'if causal:\n    raise RuntimeError("no causal mask\\nhere")\nreturn plain(q, k, v, scale=scale)',
+            pytester, 'if causal:\n    raise RuntimeError("no causal mask\\nhere")\nreturn plain(q, k, v, scale=scale)'
         )
         result = matrix(
             "--kernel", spec, *PLAN, *["--cases", "random,random_causal,random_odd", "--heads", "16", "--seed", "3"]

@@ -23,19 +23,17 @@ from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import CannotRunError, Kernel
 from tiebreak.kernels.reference import reference
 from tiebreak.kernels.sdpa import sdpa_math
-from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.questions import INVARIANCE, USAGE
 from tiebreak.matrix.questions import invariance
 from tiebreak.matrix.questions.comparison import WithinError
 from tiebreak.matrix.questions.log_sum_exp import judge_lse
 from tiebreak.matrix.questions.placements import before_nan, expanded, fused, misaligned, transposed, within_nan
-from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.selection import Selection, cells
-from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import record as records
 from tiebreak.reports.tables.texts import worst
 from tiebreak.reports.verdict import verdicts
+from tiebreak.studies.cells import judged
 
 ASKED = {each.name: each for each in (*USAGE.experiments, *INVARIANCE.experiments)}
 NAMES = [each.name for each in USAGE.experiments]
@@ -50,7 +48,7 @@ def run(
     kernel: Kernel, name: str, backend: Backend = CPU, fmt: Format = BF16, heads: int = 64, seed: int = 1
 ) -> records.Record:
     experiment = ASKED.get(name) or ASKED[f"invariance[{name}]"]
-    return run_cell(Cell(backend, kernel, experiment, fmt), Workbench(Settings(seed=seed, heads=heads)))
+    return judged(kernel, experiment, heads, seed=seed, fmt=fmt, backend=backend)
 
 
 def only(backend: SDPBackend) -> Callable[..., Tensor]:
@@ -122,10 +120,7 @@ def test_sound_kernels_a_devices_own_and_those_that_are_given_dummies_are_blamed
             assert skipped.get(word) == SKIPPED.get(name)
 
 
-SKIPPED = {
-    "log_sum_exp": ("returns O alone, no log-sum-exp",),
-    "page_sizes": ("has no parameter of the kind pages",),
-}
+SKIPPED = {"log_sum_exp": ("returns O alone, no log-sum-exp",), "page_sizes": ("has no parameter of the kind pages",)}
 
 
 def scaled(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:

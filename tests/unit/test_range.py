@@ -3,10 +3,7 @@
 import pytest
 import torch
 
-from tiebreak.backends.backend import CPU
 from tiebreak.cases.bounds import mean_slack
-from tiebreak.cases.case import Case
-from tiebreak.cases.feature_cases import EVERY
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.features import FEATURES
 from tiebreak.kernels.formats import BF16
@@ -14,14 +11,11 @@ from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Declaration, Kernel
 from tiebreak.kernels.reference import reference
 from tiebreak.matrix import workbench
-from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments import call
-from tiebreak.matrix.experiments.call import OneCall
-from tiebreak.matrix.run import run_cell
-from tiebreak.matrix.workbench import Settings, SharedBatch, Workbench
-from tiebreak.reports.records.record import FAILED, Record
+from tiebreak.matrix.workbench import SharedBatch
+from tiebreak.reports.records.record import FAILED
+from tiebreak.studies.cells import CASES, judged
 
-CASES = {case.name: case for case in EVERY}
 HEADS = 4  # of a batch: no interval is looked at
 # Scores so large that rounding them can move any weight to any key: there the error bound lets zeros pass.
 BLIND_TO_THE_BOUND = ("huge_logits", "single_maximum_large", "repeated_large[r=60]", "repeated_large[r=10000]")
@@ -29,10 +23,6 @@ BLIND_TO_THE_BOUND = ("huge_logits", "single_maximum_large", "repeated_large[r=6
 ZEROS_ARE_RIGHT = {"wholly_masked", "subnormal_v"}
 # 16,384 terms and more, which a sum in bf16 may lose: there the errors of plans tell, which `unattributed` leaves out.
 LONG = {"decode_equal_keys", "decode_64k"}
-
-
-def run(kernel: Kernel, case: Case) -> Record:
-    return run_cell(Cell(CPU, kernel, OneCall(case), BF16), Workbench(Settings(heads=HEADS)))
 
 
 def returning(fill: float) -> Kernel:
@@ -53,7 +43,7 @@ def unattributed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_zeros_fail_in_every_case_in_which_they_are_wrong() -> None:
-    records = {name: run(returning(0.0), case) for name, case in CASES.items()}
+    records = {name: judged(returning(0.0), name, HEADS) for name in CASES}
     assert {name for name, record in records.items() if record.outcome != FAILED} == ZEROS_ARE_RIGHT | LONG
     for name in BLIND_TO_THE_BOUND:  # by their range alone
         assert [check for check, answer in records[name].answers.items() if answer.passed is False] == ["range"], name
@@ -92,6 +82,6 @@ def test_a_key_that_the_row_does_not_see_is_outside_and_of_nan_and_inf_it_says_n
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_number_over_no_element_is_none_and_meets_nothing(value: float) -> None:
-    record = run(returning(value), CASES["random"])
+    record = judged(returning(value), "random", HEADS)
     assert [record.passed(check) for check in ("bound", "range", "finite")] == [False] * 3
     assert record.measures["error_over_bound"] is record.measures["outside_values"] is None

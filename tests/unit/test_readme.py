@@ -16,15 +16,11 @@ from torch.utils import backend_registration
 from tiebreak.backends.backend import CPU, EMULATION
 from tiebreak.cases.feature_cases import EVERY
 from tiebreak.kernels.external import external_kernel
-from tiebreak.kernels.formats import BF16
-from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.experiments.call import OneCall
-from tiebreak.matrix.run import run_cell
-from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports import cli
 from tiebreak.reports.page import mechanism
 from tiebreak.reports.records.record import CLAIM, PASSED, PREDICTION
 from tiebreak.studies import site, tie
+from tiebreak.studies.cells import judged
 
 ROOT = Path(__file__).parents[2]
 README, EXTENDING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
@@ -38,7 +34,6 @@ FIGURES = ROOT / "docs" / "figures"
 YOURS = "Check a kernel"
 MOST_WORDS = 700
 STAND_IN = Path(__file__).with_name("on_a_stand_in_device.py")
-SETTINGS = Settings(seed=1)
 
 
 def snippet(page: Path, heading: str) -> str:
@@ -73,10 +68,6 @@ def anchors(page: Path) -> set[str]:
     text = prose(page)
     headings = (re.sub(r"[^\w -]", "", heading).lower() for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE))
     return {heading.replace(" ", "-") for heading in headings} | set(re.findall(r'<a id="([^"]+)">', text))
-
-
-def case_named(name: str) -> Any:
-    return next(case for case in EVERY if case.name == name)
 
 
 def test_readme_is_short_and_its_commands_run_from_a_fresh_clone() -> None:
@@ -131,9 +122,8 @@ def test_picture_is_right() -> None:
 def test_picture_is_what_its_script_draws_of_what_a_run_gives() -> None:
     sides: dict[str, mechanism.HistogramSide] = tie.sides()
     assert (FIGURES / "tie.svg").read_text(encoding="utf-8") == mechanism.drawing(*sides.values())
-    case = case_named("tied_maxima[k=2]")
     for kernel, side in sides.items():
-        record = run_cell(Cell(EMULATION, EMULATION.kernel(kernel), OneCall(case), BF16), Workbench(SETTINGS))
+        record = judged(EMULATION.kernel(kernel), "tied_maxima[k=2]", 256, backend=EMULATION)
         assert record.evidence["histogram"] == side.errors
         assert record.number("bias") == pytest.approx(side.bias, abs=1e-9)
 
@@ -172,7 +162,7 @@ def test_the_decorator_of_the_page_is_read(tmp_path: Path) -> None:
 
 def test_added_case_runs_and_its_claim_holds() -> None:
     case = names_of("Add a case")["TWO_MAXIMA"]
-    record = run_cell(Cell(CPU, CPU.kernel("flash@paper"), OneCall(case), BF16), Workbench(SETTINGS))
+    record = judged(CPU.kernel("flash@paper"), case, 256)
     assert record.outcome == PASSED, record.reasons
     assert record.passed(CLAIM)
 
@@ -180,7 +170,7 @@ def test_added_case_runs_and_its_claim_holds() -> None:
 def test_added_kernel_is_predicted_on_a_device() -> None:
     kernel = names_of("Add a kernel")["KERNEL"]
     device = replace(EMULATION, name="device", predicts=False)
-    record = run_cell(Cell(device, kernel, OneCall(case_named("random")), BF16), Workbench(SETTINGS))
+    record = judged(kernel, "random", 256, backend=device)
     assert record.outcome == PASSED, record.reasons
     assert record.passed(PREDICTION)
     assert record.number("equal_bits") == 1.0

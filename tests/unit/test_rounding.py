@@ -16,17 +16,7 @@ import torch
 from tiebreak.backends.emulation import rounding
 from tiebreak.backends.emulation.rounding import round_to
 from tiebreak.kernels import counter
-from tiebreak.kernels.formats import (
-    BF16,
-    FP8_E4M3,
-    FP8_E5M2,
-    FP16,
-    FP32,
-    TF32,
-    Format,
-    Rounding,
-    parse_format,
-)
+from tiebreak.kernels.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, TF32, Format, Rounding, parse_format
 from tiebreak.kernels.sdpa import Operators
 
 pytestmark = pytest.mark.quick

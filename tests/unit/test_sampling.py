@@ -8,7 +8,6 @@ import torch
 
 from tiebreak.backends.backend import CPU
 from tiebreak.backends.interpreter import INTERPRETER
-from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.features import COMMON
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
@@ -20,8 +19,7 @@ from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings, Settled, Workbench
 from tiebreak.reports.records.record import UNDECIDED
-
-CASES = {case.name: case for case in SCRIPTED}
+from tiebreak.studies.cells import CASES
 
 
 def _theirs(inputs: AttentionInputs, arithmetic: object, gradients: bool) -> AttentionOutput:

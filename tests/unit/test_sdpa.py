@@ -21,7 +21,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tiebreak.backends import cuda
 from tiebreak.backends.backend import CPU, EMULATION
 from tiebreak.cases.bounds import ErrorBounds
-from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels import sdpa
 from tiebreak.kernels.features import VALUE_DIM, WINDOW
 from tiebreak.kernels.formats import BF16, FP16, FP32, Format, Formats, ulp
@@ -30,9 +29,9 @@ from tiebreak.kernels.kernel import Declaration, Kernel, composed, run_declared
 from tiebreak.kernels.plans import FUSED, Cast, RoundingPlan
 from tiebreak.kernels.reference import reference
 from tiebreak.kernels.sdpa import Implementation, measure_exp_at_zero
+from tiebreak.studies.cells import CASES
 
 pytestmark = pytest.mark.processor
-CASES = {case.name: case for case in SCRIPTED}
 HEADS = 64
 FEW = 0.001  # of the bits
 TIES = [

@@ -9,7 +9,6 @@ import msgspec
 import pytest
 
 from tiebreak.backends.backend import CPU
-from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.formats import BF16
 from tiebreak.matrix.experiment import Cell, Experiment
@@ -19,8 +18,8 @@ from tiebreak.matrix.identification import settling
 from tiebreak.matrix.identification.settling import designed_answers, explaining, plan_of, probe_of
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Emulated, Settings, Settled, Workbench
+from tiebreak.studies.cells import CASES, judged
 
-CASES = {case.name: case for case in SCRIPTED}
 # Eager attention in one tile, S in fp32; of `clamped` no known plan explains the designed inputs.
 KERNELS = """
 import torch
@@ -187,7 +186,7 @@ def test_an_output_that_only_tells_the_plan_has_to_be_attention_too(
     named: Callable[[str], Cell], name: str, what: str
 ) -> None:
     """Scores beyond fp16 are in a designed input alone, not in the cell that fails for it."""
-    record = run_cell(named(name), Workbench(Settings(heads=32)))
+    record = judged(named(name).kernel, "random", 32)
     assert record.outcome == "failed"
     assert [check for check, answer in record.answers.items() if answer.passed is False] == ["contract"]
     assert what in (record.answers["contract"].why or "")
@@ -198,8 +197,7 @@ def test_random_bits_are_seen_also_where_one_row_hides_them() -> None:
     loops = Path(__file__).parents[1] / "defects/loops.py"
     settling_of = {
         name: plan_of(
-            Cell(CPU, external_kernel(f"{loops}:{name}"), OneCall(CASES["random"]), BF16),
-            Workbench(Settings(seed=68)),
+            Cell(CPU, external_kernel(f"{loops}:{name}"), OneCall(CASES["random"]), BF16), Workbench(Settings(seed=68))
         ).candidates
         for name in ("dithered", "split")
     }

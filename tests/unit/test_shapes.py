@@ -23,13 +23,11 @@ from tiebreak.kernels.formats import BF16, Formats
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import composed
 from tiebreak.kernels.reference import reference, reference_gradients
-from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.questions import shapes as questions
 from tiebreak.matrix.questions.placements import transposed
 from tiebreak.matrix.questions.shapes import QUESTIONS
-from tiebreak.matrix.run import run_cell
-from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports import cli
+from tiebreak.studies.cells import judged
 from tiebreak.studies.power import EXPERIMENTS
 
 pytestmark = pytest.mark.quick
@@ -183,7 +181,7 @@ def test_a_call_that_is_refused_hides_no_other_and_a_gradient_wrong_everywhere_i
 ) -> None:
     kernel = users(partial(SOUND["tiled"], **switches), "mine")
     # At this seed dQ of one row nearly cancels in one head: it errs by 9 %, its emulation by chance far less.
-    record = run_cell(Cell(on(), kernel, EXPERIMENTS["shapes"], BF16), Workbench(Settings(seed=92, heads=16)))
+    record = judged(kernel, EXPERIMENTS["shapes"], seed=92, backend=on())
     assert record.outcome == outcome, record.reasons
 
 

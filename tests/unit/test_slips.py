@@ -10,22 +10,18 @@ from torch import Tensor
 
 from tiebreak.cases.case import JOINED
 from tiebreak.cases.feature_cases import with_features
-from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.defects.kernel import SOUND, Request, Switch
 from tiebreak.defects.planted import DEFECTS, on, twin, users
 from tiebreak.kernels.formats import BF16, Formats
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.reference import reference
-from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.identification.attribution import slip_bits
-from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings, SharedBatch, Workbench
 from tiebreak.reports.records.record import Record
+from tiebreak.studies.cells import CASES, judged
 
 Factor = Callable[[Request], float]
-CASES = {case.name: case for case in SCRIPTED}
 
 
 def times(dq: Factor | None = None, dk: Factor | None = None) -> Switch:
@@ -78,18 +74,16 @@ def _bench(heads: int) -> Workbench:
     return Workbench(Settings(seed=1, heads=heads))
 
 
-def judged(kernel: Kernel, case: str, heads: int = 16) -> Record:
+def run(kernel: Kernel, case: str, heads: int = 16) -> Record:
     name, *words = case.split(JOINED)
-    call = OneCall(CASES[name])
-    return run_cell(
-        Cell(on(), kernel, OneCall(with_features(call.case, words)) if words else call, BF16), _bench(heads)
-    )
+    asked = with_features(CASES[name], words) if words else CASES[name]
+    return judged(kernel, asked, backend=on(), bench=_bench(heads))
 
 
 @pytest.mark.parametrize("named", BY_CASE)
 def test_a_mistake_of_the_backward_pass_is_named_and_its_sound_twin_is_not(named: str) -> None:
     case, switches = PLANTED[named]
-    wrong, sound = judged(users(partial(SOUND["tiled"], **switches), "wrong"), case), judged(twin("tiled"), case)
+    wrong, sound = run(users(partial(SOUND["tiled"], **switches), "wrong"), case), run(twin("tiled"), case)
     assert wrong.passed("gradients") is False
     assert list(wrong.evidence["slips"]) == [named, *ALIKE.get(named, ())]
     assert min(wrong.evidence["slips"].values()) > 0.99
@@ -98,7 +92,7 @@ def test_a_mistake_of_the_backward_pass_is_named_and_its_sound_twin_is_not(named
 
 
 def test_a_mistake_that_is_no_usual_one_has_no_name() -> None:
-    record = judged(users(partial(SOUND["tiled"], gradients=times(dq=lambda _: 1.3)), "wrong"), "random")
+    record = run(users(partial(SOUND["tiled"], gradients=times(dq=lambda _: 1.3)), "wrong"), "random")
     assert record.passed("gradients") is False
     assert "slips" not in record.evidence
 
@@ -106,7 +100,7 @@ def test_a_mistake_that_is_no_usual_one_has_no_name() -> None:
 def test_which_key_head_is_read_is_told_by_all_heads_of_an_entry() -> None:
     """Of 64 heads, the first of each entry alone have another number of key heads."""
     defect = DEFECTS["heads_tiled"]
-    assert defect.slip in judged(defect.kernel, defect.case, heads=64).evidence["slips"]
+    assert defect.slip in run(defect.kernel, defect.case, heads=64).evidence["slips"]
 
 
 @pytest.mark.parametrize("capped", [False, True])

@@ -5,13 +5,12 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import BF16, FP16, ulp
 from tiebreak.kernels.reference import reference
 from tiebreak.matrix.traces import Trace, error_trace, trace
+from tiebreak.studies.cells import CASES
 
-CASES = {case.name: case for case in SCRIPTED}
 HEADS = 16
 
 

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.backends.emulation.rounding import round_to
-from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.algorithms import FLASH_ATTENTION, STANDARD_ATTENTION
 from tiebreak.kernels.arithmetic import Noise
 from tiebreak.kernels.flash import Block
@@ -37,6 +36,7 @@ from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
 from tiebreak.kernels.triton.compiling import not_interpreting
 from tiebreak.kernels.triton.launch import run
 from tiebreak.kernels.triton.roster import BLOCK, DECLARATIONS, triton_kernels
+from tiebreak.studies.cells import CASES
 
 if (reason := not_interpreting()) is not None:
     pytest.skip(reason, allow_module_level=True)
@@ -45,7 +45,6 @@ from tiebreak.backends.interpreter.assumptions import EXACT
 from tiebreak.backends.interpreter.session import interpreting
 
 U = FP32.unit_roundoff
-CASES = {case.name: case for case in SCRIPTED}
 HEADS = 16
 FEW = 0.001  # of the bits
 ARITHMETIC = EmulatedArithmetic()
@@ -386,6 +385,13 @@ def test_inputs_that_the_kernels_cannot_take_are_refused_in_one_line(monkeypatch
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ValueError, match="run on a GPU, not on cpu"):
         _run(_made("random"), DECLARATIONS["triton_flash"])
+
+
+def test_inputs_that_someone_has_written_to_are_taken_anew() -> None:
+    inputs, declaration = CASES["random"].make(1, 0, 1, BF16), DECLARATIONS["triton_flash"]
+    before = run(inputs, ARITHMETIC, False, declaration=declaration).o
+    inputs.v.mul_(2.0)
+    assert torch.equal(run(inputs, ARITHMETIC, False, declaration=declaration).o, 2.0 * before)
 
 
 def test_strides_do_not_matter() -> None:

@@ -11,15 +11,10 @@ import pytest
 
 from tiebreak.backends.backend import CPU
 from tiebreak.backends.probes import plan_changes
-from tiebreak.cases.feature_cases import EVERY
 from tiebreak.kernels.external import external_kernel
-from tiebreak.kernels.formats import BF16
-from tiebreak.matrix import workbench
-from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.experiments.call import OneCall
-from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.records.record import CLAIM, CRASHED, FOLLOWED, FOLLOWS, PREDICTION, UNEXPLAINED, Record, Run
+from tiebreak.studies.cells import judged
 
 MatrixRun = Callable[..., pytest.RunResult]
 Kept = Callable[..., Run]
@@ -128,9 +123,8 @@ def test_what_nobody_has_said_of_a_kernel_is_tried_and_what_computes_is_judged(
     pytester: pytest.Pytester, kernel: str, names: tuple[str, ...], outcomes: str, why: str
 ) -> None:
     (pytester.path / "mine.py").write_text(KERNELS, encoding="utf-8")
-    mine, bench = external_kernel(f"mine.py:{kernel}", "fp32_inside"), workbench.Workbench(Settings(heads=16))
-    cases = {case.name: case for case in EVERY}
-    records = [run_cell(Cell(CPU, mine, OneCall(cases[name]), BF16), bench) for name in names]
+    mine, bench = external_kernel(f"mine.py:{kernel}", "fp32_inside"), Workbench(Settings(heads=16))
+    records = [judged(mine, name, bench=bench) for name in names]
     assert " ".join(record.outcome for record in records) == outcomes
     assert re.search(why, "; ".join(reason for record in records for reason in record.reasons))
 
@@ -224,9 +218,8 @@ def test_a_kernel_of_one_head_dimension_is_asked_all_in_it(tmp_path: Path, wrong
     """Columns of zeros come first, and q is twice as large: the scores of d = 64, in a kernel that has 256 alone."""
     (tmp_path / "wide.py").write_text(WIDE.replace("pass  # wrong", wrong or "pass"), encoding="utf-8")
     mine = external_kernel(f"{tmp_path}/wide.py:wide", None, ("head_dims=[256]",))
-    cases = {case.name: case for case in EVERY}
     for name in ("sink_tie", "random"):
-        record = run_cell(Cell(CPU, mine, OneCall(cases[name]), BF16), Workbench(Settings(heads=16)))
+        record = judged(mine, name)
         assert {check for check, answer in record.answers.items() if answer.passed is False} == failed, record.reasons
 
 
@@ -240,8 +233,7 @@ def test_a_kernel_that_raises_at_the_usual_head_dimension_alone_is_told_what_to_
     source = f"import torch\ndef f(q, k, v):\n    {narrow}\n    return q @ k.mT @ v\n".replace("DIMS", dims)
     (tmp_path / "narrow.py").write_text(source, encoding="utf-8")
     mine = external_kernel(f"{tmp_path}/narrow.py:f", None)
-    case = next(case for case in EVERY if case.name == "no_tail")
-    record = run_cell(Cell(CPU, mine, OneCall(case), BF16), Workbench(Settings(heads=16)))
+    record = judged(mine, "no_tail")
     assert record.outcome == CRASHED
     first = record.reasons[0].partition("; ")[0]
     assert (hint in first) if hint else "head_dims" not in record.reasons[0]

@@ -11,7 +11,6 @@ from tiebreak.backends.backend import EMULATION
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.cases import gradients as gradients_module
 from tiebreak.cases.bounds import ErrorBounds
-from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.flash import BLOCK, Block
 from tiebreak.kernels.formats import BF16, FP32
@@ -21,21 +20,13 @@ from tiebreak.kernels.plans import FP32_PLAN, Accumulator, Cast, Exponential
 from tiebreak.kernels.reference import Reference, reference_gradients
 from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel
 from tiebreak.matrix import workbench
-from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.experiments.call import OneCall
-from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings, SharedEmulation, Workbench
-
-CASES = {case.name: case for case in SCRIPTED}
+from tiebreak.studies.cells import CASES, judged
 
 
 @pytest.fixture
 def bench() -> Workbench:
     return Workbench(Settings(heads=16))
-
-
-def cell(kernel: str, case: str = "random") -> Cell:
-    return Cell(EMULATION, composed_kernel(kernel), OneCall(CASES[case]), BF16)
 
 
 def declared(kernel: str) -> Declaration:
@@ -119,7 +110,7 @@ def test_the_references_gradients_are_computed_once_a_batch(bench: Workbench, mo
 
     monkeypatch.setattr(gradients_module, "reference_gradients", gradients)
     for name in ("flash@paper", "standard"):
-        run_cell(cell(name, "random_causal"), bench)
+        judged(composed_kernel(name), "random_causal", backend=EMULATION, bench=bench)
     assert len(asked) == 1
 
 
