@@ -22,7 +22,7 @@ from triton.runtime import interpreter as upstream
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from tiebreak.backends.interpreter.assumptions import Assumptions
-from tiebreak.backends.interpreter.memory import ANYWHERE, Boxes, KernelMemory, Shape
+from tiebreak.backends.interpreter.memory import ANYWHERE, Boxes, KernelMemory, Shape, spread
 from tiebreak.backends.interpreter.numbers import Array, alike, bits, converted, fused, is_rounded, numpy_type
 from tiebreak.backends.interpreter.products import product, scaled_operand
 from tiebreak.backends.interpreter.programs import ApartError, Together
@@ -112,17 +112,20 @@ class FaithfulBuilder(InterpreterBuilder):
         if self.together is not None:
             self.together.tile(shape)
 
-    def in_pairs(self, rows: int, columns: int, size: int) -> tuple[tuple[int, ...], int]:
+    def in_pairs(self, rows: int, columns: int, size: int) -> tuple[tuple[int, ...], int, int]:
         """Return the assumed order of a row of a product's sums, of a size, in tiles after a program's first product.
 
-        It is that of each of so many equal parts of a row. Before, the order is empty, and a lane has so many columns.
+        It is that of each of so many equal parts of a row, whose eights of columns so many warps have in turn. Before,
+        the order is empty, and a lane has so many columns.
         """
         rows = max(rows, self._rows)
         if not self._multiplied:
-            return (), min(self._each, max(1, rows * columns // self._threads))
-        if self.assumed.whole_rows and rows >= 64:
-            return (3, 0, 1, 2), max(1, self._threads // rows)
-        return self.assumed.order(size), 1
+            return (), min(self._each, max(1, rows * columns // self._threads)), 1
+        if self.assumed.whole_rows and rows >= 64 and self._threads >= 128:  # tcgen05 takes four warps
+            return (3, 0, 1, 2), max(1, self._threads // rows), 1
+        # Warps have 16 rows each, or, where a tile has fewer rows than columns, its eights of columns in turn.
+        warps = self._threads // self.assumed.warp if rows < columns else 1
+        return self.assumed.order(size), 1, max(1, min(warps, columns // 8))
 
     def create_get_program_id(self, axis: int) -> Handle:
         return TensorHandle(self._places[self._group, axis], tl.int32)
@@ -147,7 +150,7 @@ class FaithfulBuilder(InterpreterBuilder):
 
     def cast_impl(self, src: Handle, dst_type: tl.dtype) -> Handle:
         numbers = converted(_compact(src.data), numpy_type(dst_type))
-        return TensorHandle(np.broadcast_to(numbers, src.data.shape), dst_type.scalar)
+        return TensorHandle(spread(numbers, src.data.shape), dst_type.scalar)
 
     def create_fp_to_fp(self, src: Handle, dst_type: tl.dtype, rounding_mode: object) -> Handle:
         """Cast by the rounding mode: upstream rounds half up instead of to even, and truncates elsewhere."""
@@ -189,11 +192,12 @@ class FaithfulBuilder(InterpreterBuilder):
             self._each = 16 // dtype.itemsize
         fill = bits(np.zeros((1,) * len(shape), dtype) if other is None else other.data)
         if (access := self._access(ptrs, mask, dtype.itemsize, len(fill))) is None:
-            return TensorHandle(np.broadcast_to(fill, (len(fill), *shape[1:])).view(dtype), element)
+            return TensorHandle(spread(fill, (len(fill), *shape[1:])).view(dtype), element)
         boxes, whole, index = access
         shape = len(whole), *shape[1:]
         self._tile(shape)
-        picked = boxes.read(boxes.holder.elements(dtype.itemsize))
+        lasting = self.together is not None and self.together.only_reads(boxes)
+        picked = (boxes.seen if lasting else boxes.read)(boxes.holder.elements(dtype.itemsize))
         if picked.size == math.prod(shape):
             return TensorHandle(picked.reshape(shape).view(dtype), element)
         tile = np.array(np.broadcast_to(fill, shape))
@@ -204,7 +208,7 @@ class FaithfulBuilder(InterpreterBuilder):
         data = bits(value.data)
         if (access := self._access(ptrs, mask, data.itemsize, len(data), writes=True)) is not None:
             boxes, whole, index = access
-            data = np.broadcast_to(data, (len(whole), *_shape(ptrs)[1:]))
+            data = spread(data, (len(whole), *_shape(ptrs)[1:]))
             boxes.write(boxes.holder.elements(data.itemsize), data[index])
 
     def _access(
@@ -229,7 +233,7 @@ class FaithfulBuilder(InterpreterBuilder):
                     first, last = self._group[:1], self._group[-1:]
                     if len(whole) == len(self._group):
                         each = self._group.reshape(-1, *(1,) * (whole.ndim - 1))
-                        first = last = np.broadcast_to(each, whole.shape)[whole]
+                        first = last = spread(each, whole.shape)[whole]
                     self.together.touch(boxes, (first, last), writes=writes, atomic=atomic)
                 return access
         self.memory.check(ptrs.data, shown, size, name, "writes" if writes else "reads")
@@ -460,8 +464,7 @@ def _shaped(arg: Handle, shape: Sequence[int], change: Callable[[Array], Array])
     if isinstance(arg, _Pointers):
         return _Pointers(map(change, arg.terms), tuple(shape), arg)
     data = change(arg.data)
-    if data.shape[1:] != tuple(shape):
-        data = np.broadcast_to(data, (len(data), *shape))
+    data = spread(data, (len(data), *shape))
     shaped = TensorHandle(data, arg.dtype.scalar)
     if "argument" in arg.attr:
         shaped.attr["argument"] = arg.attr["argument"]
@@ -507,7 +510,7 @@ def addresses(handle: Any, offsets: Sequence[Handle], checked: Iterable[int]) ->
         terms.append(at * handle.strides[axis].data[like] * size)
         if axis in checked:
             shown = shown & (at >= 0) & (at < handle.shape[axis].data[like])
-    shown = np.broadcast_to(shown, (len(shown), *shape))
+    shown = spread(shown, (len(shown), *shape))
     return _Pointers(map(_compact, terms), tuple(shape), handle.base), TensorHandle(shown, tl.int1)
 
 

@@ -17,6 +17,11 @@ Shape = tuple[int, ...]
 ANYWHERE = "*"  # of a pointer that was itself read from memory: its target is unknown
 
 
+def spread(x: Array, shape: Shape) -> Array:
+    """Return an array broadcast to a shape, which most have already: numpy takes a while to find that."""
+    return x if x.shape == shape else np.broadcast_to(x, shape)
+
+
 @dataclass(frozen=True)
 class Argument:
     """A tensor that a kernel was given."""
@@ -45,6 +50,18 @@ class Boxes:
     def read(self, elements: Array) -> Array:
         """Return the contents of the boxes, (boxes, *shape), from the storage's elements."""
         boxes: Array = self._window(elements)[self.starts - self.starts.min()]
+        return boxes
+
+    def seen(self, elements: Array) -> Array:
+        """Return the same without a copy, to be read only, where the boxes are equally far apart."""
+        steps = self.starts[1:] - self.starts[:-1]
+        if self.starts.ndim != 1 or (steps != steps[:1]).any():
+            return self.read(elements)
+        strides = (int(steps[0]) if len(steps) else 0, *self.strides)
+        size, first = elements.itemsize, int(self.starts[0])
+        strides = tuple(stride * size for stride in strides)
+        boxes = np.ndarray((len(self.starts), *self.shape), elements.dtype, elements, first * size, strides)
+        boxes.flags.writeable = False
         return boxes
 
     def write(self, elements: Array, values: Array) -> None:
@@ -117,12 +134,18 @@ class KernelMemory:
         """
         part = tuple(_stretch(shown, shape, at) for at in range(axis, len(shape)))
         box = tuple(range(axis, len(shape)))
-        index: Any = tuple(p if shown.shape[at] > 1 else slice(None) for at, p in zip(box, part, strict=True))
-        cut = shown[(..., *index)]
-        whole = cut.all(box)
-        if (whole != cut.any(box)).any() or (affine := _affine(terms, axis)) is None:
+        if (affine := _affine(terms, axis)) is None:
             return None
-        whole, firsts = np.broadcast_arrays(whole, affine[0], np.empty((1, *shape[1:axis])))[:2]
+        if shown.size == 1:  # the whole tile
+            whole: Array = np.ones((1,) * axis, bool)
+        else:
+            index: Any = tuple(p if shown.shape[at] > 1 else slice(None) for at, p in zip(box, part, strict=True))
+            cut = shown[(..., *index)]
+            whole = np.asarray(cut.all(box))
+            if (whole != cut.any(box)).any():
+                return None
+        each = np.broadcast_shapes(whole.shape, affine[0].shape, (1, *shape[1:axis]))
+        whole, firsts = spread(whole, each), spread(affine[0], each)
         strides = affine[1] or [0] * len(part)
         starts = firsts[whole] + sum(stride * p.start for stride, p in zip(strides, part, strict=True))
         lengths = tuple(p.stop - p.start for p in part)
@@ -178,7 +201,7 @@ def _affine(terms: Iterable[Array], axis: int) -> tuple[Array, list[int]] | None
     for term in terms:
         strides = strides or [0] * (term.ndim - axis)
         for at in (at for at in range(axis, term.ndim) if term.shape[at] > 1):
-            steps = np.diff(term, axis=at)
+            steps = term.swapaxes(0, at)[1:] - term.swapaxes(0, at)[:-1]
             if (steps != steps.flat[0]).any():
                 return None
             strides[at - axis] += int(steps.flat[0])

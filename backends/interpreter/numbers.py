@@ -9,6 +9,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 
 from tiebreak.backends.emulation.rounding import fma, odd_sum
+from tiebreak.backends.interpreter.memory import spread
 from tiebreak.kernels.kernel import CannotRunError
 
 Array = NDArray[Any]
@@ -46,7 +47,7 @@ def bits(x: Array) -> Array:
 def alike(*arrays: Array) -> list[Array]:
     """Return arrays with their first dimension, the programs, broadcast to the longest."""
     programs = max(map(len, arrays))
-    return [np.broadcast_to(array, (programs, *array.shape[1:])) for array in arrays]
+    return [spread(array, (programs, *array.shape[1:])) for array in arrays]
 
 
 def fused(x: Array, y: Array, z: Array) -> Array:

@@ -21,7 +21,7 @@ _FORMATS = {
     np.dtype(ml_dtypes.float8_e4m3fnuz): "fp8_e4m3fnuz",
     np.dtype(ml_dtypes.float8_e5m2fnuz): "fp8_e5m2fnuz",
 }
-_AT_ONCE = 2**18  # elements of an operand, at most: 2 MB in fp64
+_AT_ONCE = 2**17  # elements of an operand, at most: 1 MB in fp64
 _HOPPERS_STEP = 32  # products of fp8 that one of its instructions adds up
 _TF32 = np.uint32(0xFFFFE000)  # the bits of fp32 that a tensor core looks at
 _E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=np.float32)

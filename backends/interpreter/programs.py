@@ -82,6 +82,10 @@ class Together:
             self.fit = max(1, _MOST_AT_ONCE // size)
             raise PartingError(np.split(np.arange(programs), range(self.fit, programs, self.fit)))
 
+    def only_reads(self, boxes: Boxes) -> bool:
+        """Return whether nothing is written to a storage that was read: what does would begin the launch anew."""
+        return boxes.holder.start not in self.followed
+
     def touch(self, boxes: Boxes, programs: tuple[Array, Array], *, writes: bool, atomic: bool = False) -> None:
         """Record an access.
 

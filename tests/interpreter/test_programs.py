@@ -84,6 +84,14 @@ def _in_place(X: Any, Y: Any, P: Any, n: Any, N: tl.constexpr) -> None:
         tl.store(at, tl.load(at) + tl.load(X + tl.arange(0, N)))
 
 
+def _swapped(X: Any, Y: Any, P: Any, n: Any, N: tl.constexpr) -> None:
+    """Each program's rows, which it has read before it writes over them."""
+    at = tl.program_id(0) * N + tl.arange(0, N)
+    x, y = tl.load(X + at), tl.load(Y + at)
+    tl.store(X + at, y)
+    tl.store(Y + at, x)
+
+
 def _same_place(X: Any, Y: Any, P: Any, n: Any, N: tl.constexpr) -> None:
     """The last program's number stays."""
     tl.store(Y + tl.arange(0, N) + tl.program_id(0) % 3, tl.load(X + tl.program_id(0) * N + tl.arange(0, N)))
@@ -145,7 +153,7 @@ def _printing(X: Any, Y: Any, P: Any, n: Any, N: tl.constexpr) -> None:
 
 
 Function = Callable[..., None]
-TOGETHER = [_rows, _loops, _pages, _tiles, _described, _in_place, _same_place, _added]
+TOGETHER = [_rows, _loops, _pages, _tiles, _described, _in_place, _swapped, _same_place, _added]
 APART = [_passed_on, _beside, _crossing, _locked, _counted, _tallied, _printing]
 
 

@@ -40,12 +40,15 @@ def test_a_users_triton_kernel_is_judged() -> None:
     assert judged(external_kernel(FEW_LINES), "tied_maxima[k=2]", backend=PTX).verdict == UNBIASED
 
 
-@pytest.mark.parametrize("kernel", ["triton_flash", "triton_paper"])
-def test_the_suites_kernel_has_the_interpreters_bits_forward_and_backward(kernel: str) -> None:
-    """The plan `paper` leaves gradients in fp32, so they show the order in which delta was summed."""
+@pytest.mark.parametrize(
+    ("kernel", "card"), [("triton_flash", "sm_80"), ("triton_paper", "sm_80"), ("triton_standard", "sm_100")]
+)
+def test_the_suites_kernel_has_the_interpreters_bits_forward_and_backward(kernel: str, card: str) -> None:
+    """The plan `paper` leaves gradients in fp32, and `standard` sums delta over products: they show its order."""
     inputs = CASES["random"].make(3, 0, 2, BF16)
     ours, theirs = (
-        backend.run(backend.kernel(kernel), inputs, gradients=True) for backend in (PTX, INTERPRETER.assuming("sm_80"))
+        backend.run(backend.kernel(kernel), inputs, gradients=True)
+        for backend in (PTX.assuming(card), INTERPRETER.assuming(card))
     )
     assert torch.equal(ours.o, theirs.o)
     assert ours.gradients is not None

@@ -39,21 +39,21 @@ def mine(tmp_path: Path, module_at: Callable[[Path], ModuleType]) -> Any:
     return loaded
 
 
-def inputs() -> tuple[Tensor, Tensor, Tensor]:
+def inputs(rows: int = 64) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(SHAPE, generator=generator).bfloat16() for _ in range(3))
-    return q, k.repeat(1, 1, 2, 1) * 1.5, torch.cat([v, v * 0.7], 2)
+    return q[:, :, :rows], k.repeat(1, 1, 2, 1) * 1.5, torch.cat([v, v * 0.7], 2)
 
 
-def executed(module: ModuleType, card: str = "sm_80") -> Tensor:
+def executed(module: ModuleType, card: str = "sm_80", rows: int = 64) -> Tensor:
     with executing(card, SHARED[card]):
-        o: Tensor = module.attention(*inputs(), scale=0.13)
+        o: Tensor = module.attention(*inputs(rows), scale=0.13)
     return o
 
 
-def interpreted(module: ModuleType, card: str = "sm_80") -> Tensor:
+def interpreted(module: ModuleType, card: str = "sm_80", rows: int = 64) -> Tensor:
     with interpreting(CARDS[card]):
-        o: Tensor = module.attention(*inputs(), scale=0.13)
+        o: Tensor = module.attention(*inputs(rows), scale=0.13)
     return o
 
 
@@ -78,6 +78,18 @@ def test_the_interpreter_sums_rows_in_the_order_of_the_compiled_code(
     """In fp32, which hides nothing; and in bf16, where every sum of two is rounded."""
     module = mine(row_sum, launch)
     assert torch.equal(executed(module, card), interpreted(module, card))
+
+
+@pytest.mark.parametrize(
+    ("card", "rows", "warps"),
+    [("sm_80", 16, 4), ("sm_90", 32, 8), ("sm_100", 16, 2), ("sm_100", 64, 2), ("sm_120", 32, 4)],
+)
+def test_rows_that_warps_share_are_summed_in_the_order_of_the_compiled_code(
+    card: str, rows: int, warps: int, mine: Any
+) -> None:
+    """With fewer rows than columns each warp has some columns; two warps of sm_100 have no tcgen05."""
+    module = mine(launch=f", enable_fp_fusion=False, num_warps={warps}")
+    assert torch.equal(executed(module, card, rows), interpreted(module, card, rows))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
