@@ -1,4 +1,4 @@
-"""Triton kernels on a CPU, as NVIDIA's compiler leaves them: the PTX of a card that is not here, executed.
+"""Kernels in Triton, CuTe DSL and cuTile on a CPU, as compilers leave them: the PTX of an absent card, executed.
 
 Products add up as that card's tensor cores do (`tiebreak.backends.emulation.tensor_cores`). No GPU runs anything.
 """
@@ -37,7 +37,7 @@ class _Ptx(Backend):
         return "--as", self.card
 
     def notice(self) -> str:
-        what = f"compiled code, emulated processor: Triton's PTX for {self.card}, its tensor cores' sums"
+        what = f"compiled code, emulated processor: the PTX for {self.card}, its tensor cores' sums"
         return f"{what}; approximations as ex2.approx assumed correctly rounded; nothing ran on a GPU"
 
     def assuming(self, card: str) -> Backend:
@@ -66,7 +66,7 @@ class _Ptx(Backend):
 
 PTX = _Ptx(
     "ptx",
-    "Triton kernels, compiled for an NVIDIA card, their PTX executed on this CPU",
+    "kernels in Triton, CuTe DSL or cuTile, compiled for an NVIDIA card, their PTX executed on this CPU",
     "cpu",
     EmulatedArithmetic(),
     not_interpreting,

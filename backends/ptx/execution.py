@@ -97,7 +97,11 @@ class Program:
 
 
 def _ways(threads: Threads, mask: Array) -> Iterator[tuple[str, Array]]:
-    """Yield where threads go at a branch, and who; raise CannotRunError if one's number is beyond the table."""
+    """Yield where threads go at a branch, and who (PTX ISA, Control Flow Instructions).
+
+    Raises:
+        CannotRunError: a number is beyond the table, which the manual leaves open.
+    """
     at = threads.instruction
     if at.opcode.startswith("bra"):
         yield str(at.operands[0]), mask
