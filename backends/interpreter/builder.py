@@ -112,17 +112,20 @@ class FaithfulBuilder(InterpreterBuilder):
         if self.together is not None:
             self.together.tile(shape)
 
-    def in_pairs(self, rows: int, columns: int, size: int) -> tuple[tuple[int, ...], int]:
+    def in_pairs(self, rows: int, columns: int, size: int) -> tuple[tuple[int, ...], int, int]:
         """Return the assumed order of a row of a product's sums, of a size, in tiles after a program's first product.
 
-        It is that of each of so many equal parts of a row. Before, the order is empty, and a lane has so many columns.
+        It is that of each of so many equal parts of a row, whose eights of columns so many warps have in turn. Before,
+        the order is empty, and a lane has so many columns.
         """
         rows = max(rows, self._rows)
         if not self._multiplied:
-            return (), min(self._each, max(1, rows * columns // self._threads))
-        if self.assumed.whole_rows and rows >= 64:
-            return (3, 0, 1, 2), max(1, self._threads // rows)
-        return self.assumed.order(size), 1
+            return (), min(self._each, max(1, rows * columns // self._threads)), 1
+        if self.assumed.whole_rows and rows >= 64 and self._threads >= 128:  # tcgen05 takes four warps
+            return (3, 0, 1, 2), max(1, self._threads // rows), 1
+        # Warps have 16 rows each, or, where a tile has fewer rows than columns, its eights of columns in turn.
+        warps = self._threads // self.assumed.warp if rows < columns else 1
+        return self.assumed.order(size), 1, max(1, min(warps, columns // 8))
 
     def create_get_program_id(self, axis: int) -> Handle:
         return TensorHandle(self._places[self._group, axis], tl.int32)

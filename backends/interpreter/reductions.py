@@ -30,14 +30,15 @@ def tensor_of(data: Array, dtype: tl.dtype) -> Tensor:
 
 
 def reducing(
-    assumed: Assumptions, in_pairs: Callable[[int, int, int], tuple[tuple[int, ...], int]]
+    assumed: Assumptions, in_pairs: Callable[[int, int, int], tuple[tuple[int, ...], int, int]]
 ) -> Callable[..., Any]:
     """Return `tl.reduce` as a card is assumed to sum.
 
     Args:
         assumed: what is assumed.
         in_pairs: from the numbers of rows, columns and bytes of each the order of a row, as `Assumptions.order` has it,
-            and the parts that have it; or an empty one and the columns of a lane.
+            the parts that have it, and the warps that have eights of columns in turn; or an empty one and the columns
+            of a lane.
     """
 
     def reduce(input: Any, axis: Any, combine_fn: Combine, keep_dims: Any = False, **_: object) -> Any:
@@ -48,11 +49,11 @@ def reducing(
         arrays = [array.reshape(len(array), -1) if axis is None else array for array in arrays]
         if combine_fn is standard._sum_combine and at == arrays[0].ndim - 1 and at > 1:
             size = arrays[0].dtype.itemsize
-            order, parts = in_pairs(arrays[0].shape[-2], arrays[0].shape[-1], size)
+            order, parts, warps = in_pairs(arrays[0].shape[-2], arrays[0].shape[-1], size)
             if not order and len(assumed.pairs) > 2:
                 arrays = [_in_lanes(array, parts, packed=assumed.order(size)[-1] == 0) for array in arrays]
-            elif order and arrays[0].shape[-1] % (8 * parts) == 0:
-                arrays = [_in_pairs(array, order, parts) for array in arrays]
+            elif order and arrays[0].shape[-1] % (8 * parts * warps) == 0:
+                arrays = [_in_pairs(_in_warps(array, warps), order, parts * warps) for array in arrays]
         results = _reduced(arrays, inputs, at, combine_fn, assumed)
         if _plain(keep_dims):
             results = [
@@ -111,6 +112,18 @@ def _in_pairs(x: Array, order: tuple[int, ...], parts: int) -> Array:
     return functools.reduce(_sum, others, first)
 
 
+def _in_warps(x: Array, warps: int) -> Array:
+    """Return columns of which each warp has eights in turn, those of a warp together: warps far apart meet first."""
+    eights = x.reshape(*x.shape[:-1], -1, warps, 8)[..., _far_first(warps), :]
+    return eights.swapaxes(-3, -2).reshape(x.shape)
+
+
+def _far_first(count: int) -> list[int]:
+    """Return the numbers from 0 on as a balanced tree adds those far apart first: with their bits reversed."""
+    bits = count.bit_length() - 1
+    return [int(f"{number:0{bits}b}"[::-1], 2) for number in range(count)] if bits else [0]
+
+
 def _in_lanes(x: Array, each: int, *, packed: bool) -> Array:
     """Return columns, of which a lane loads neighbours, in the order of a balanced tree: lanes far apart meet first.
 
@@ -118,10 +131,9 @@ def _in_lanes(x: Array, each: int, *, packed: bool) -> Array:
     """
     if not is_rounded(x.dtype) or x.shape[-1] % each:
         return x
-    lanes, bits = x.reshape(*x.shape[:-1], -1, each), (x.shape[-1] // each).bit_length() - 1
-    far_first = [int(f"{lane:0{bits}b}"[::-1], 2) for lane in range(1 << bits)] if bits else [0]
+    lanes = x.reshape(*x.shape[:-1], -1, each)
     within = [*range(0, each, 2), *range(1, each, 2)] if packed else range(each)
-    return lanes[..., far_first, :][..., list(within)].reshape(x.shape)
+    return lanes[..., _far_first(lanes.shape[-2]), :][..., list(within)].reshape(x.shape)
 
 
 def _total(x: Array, axis: int, assumed: Assumptions) -> Array:

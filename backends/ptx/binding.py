@@ -145,6 +145,17 @@ def _reduced(at: Instruction, match: _Match) -> Run:
     )
 
 
+def _updated(at: Instruction, match: _Match) -> Run:
+    write, place, compute = writer(at.operands[0], at), place_of(at.operands[1], at), OPERATIONS[match[1]].compute
+    read = reader(at.operands[2], "u32", at)
+    return lambda threads, mask: write(
+        threads,
+        0,
+        threads.shared.update(place(threads), threads.full(mask), threads.full(read(threads)), compute, at),
+        mask,
+    )
+
+
 def _parameter(at: Instruction, match: _Match) -> Run:
     write, address, dtype = writer(at.operands[0], at), at.operands[1], TYPES[match[1]]
     count = len(names_of(at.operands[0]))
@@ -283,6 +294,7 @@ def _products(run: Sequence[Instruction], card: str) -> Run:
 _BINDERS: Mapping[str, Callable[[Instruction, _Match], Run]] = {
     r"ld(?:\.acquire\.gpu\.global|\.global\.acquire\.gpu)\.[bu]32": _acquired,
     r"red(?:\.(?:relaxed|release|gpu|global))*\.add\.(\w+)": _reduced,
+    r"atom\.shared(?:::cta)?(?:\.cta)?\.((?:max|min|add)\.u32)": _updated,
     # Caches, and an order among blocks, which run in lock step or one after the other, change nothing here.
     r"(ld|st)(?:\.(?:volatile|weak|relaxed|acquire|release|gpu|cta|sys))*\.(global|shared)(?:::cta)?"
     r"(?:\.(?:nc|c[agsv]|w[bt]|L[12]::\w+))*(?:\.v[248])?\.(\w+)": _access,

@@ -6,6 +6,7 @@ errors, although here the threads of a block run in lock step and would never no
 history.
 """
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ WARP = 32  # threads
 WARPGROUP = 4 * WARP
 _SEVERAL = 32  # instead of a lane: several threads of a warp
 _EVERYONE = 1 << 10  # instead of a warp: several warps
+_ATOMIC = _EVERYONE << 6 | _SEVERAL | 1  # who updates in one go
 # A history is a number: from the right who (a lane, 6 bits, and a warp, 11), the phase of the warp and of the block.
 _OF_WARP, _PHASE_OF_WARP, _PHASE = 6, 17, 40
 _NOBODY, _ORDERED = -1, -2  # an mbarrier orders it
@@ -54,10 +56,7 @@ class Global:
         """
         dtype, compute = TYPES[kind], OPERATIONS["add.rn.ftz.f32" if kind == "f32" else f"add.{kind}"].compute
         addresses, values = addresses[mask], values[mask]
-        order = np.argsort(addresses, kind="stable")
-        turn = np.arange(order.size) - np.searchsorted(addresses[order], addresses[order])  # of those for one place
-        for number in range(turn.max(initial=-1) + 1):
-            chosen = order[turn == number]
+        for chosen in _turns(addresses):
             where, shown = addresses[chosen], np.ones(chosen.shape, bool)
             total = compute(self.read(where, shown, values.dtype, at).view(dtype), values[chosen].view(dtype))
             self.write(where, shown, total.astype(dtype).view(values.dtype), at)
@@ -135,7 +134,7 @@ class Shared:
         self._refuse_outside(places, dtype.itemsize, at)
         where = places // dtype.itemsize
         values: Array = (held[:, where.ravel()] if alike else held[_along(block, places), where]).reshape(shape)
-        granules, owner, now = self._beside(places, block)
+        granules, owner, now = self._beside(places, block, dtype.itemsize)
         self._refuse_read(self._writers[granules], granules, now, at)
         self._refuse(self._unfenced[granules], granules, at, "reads what was written, and no fence.proxy.async since")
         self._asked, columns = True, np.repeat(column, granules.size // len(places))
@@ -146,7 +145,7 @@ class Shared:
         """Write what is there for who waits for an mbarrier; return its granules, and the block of each."""
         self._refuse_outside(places, values.itemsize, at)
         self._histories(np.arange(len(self._bytes)))
-        granules, owner, now = self._beside(places, block)
+        granules, owner, now = self._beside(places, block, values.itemsize)
         self._refuse_write(granules, now, at)
         self._bytes.view(values.dtype)[_along(block, places), places // values.itemsize] = values
         self._writers[granules], self._pending[granules], self._unfenced[granules] = _ORDERED, _BY_BARRIER, False
@@ -156,9 +155,10 @@ class Shared:
         """Let everyone have what was brought."""
         self._pending[granules] = 0
 
-    def _beside(self, places: Array, block: Array) -> tuple[Array, Array, Array]:
-        """Return granules of places in blocks, their blocks, and when no thread accesses them."""
-        granules = ((places + self._size * _along(block, places)) // self._granule).ravel()
+    def _beside(self, places: Array, block: Array, size: int) -> tuple[Array, Array, Array]:
+        """Return granules of numbers at places in blocks, their blocks, and when no thread accesses them."""
+        first = (places + self._size * _along(block, places)) // self._granule
+        granules = (first[..., None] + np.arange(max(1, size // self._granule))).ravel()
         owner = granules * self._granule // self._size
         return granules, owner, self.phases[owner, 0] << _PHASE | _EVERYONE << _OF_WARP
 
@@ -195,6 +195,28 @@ class Shared:
             held[mask.nonzero()[0], places[mask] // values.itemsize] = values[mask]
         self._writers[granules], self._unfenced[granules] = now, True
         self._pending[granules] = self.groups[granules * self._granule // self._size, 0] + 1 if copied else 0
+
+    def update(
+        self, addresses: Array, mask: Array, values: Array, compute: Callable[..., Array], at: Instruction
+    ) -> Array:
+        """Replace numbers by what is computed of them and threads', one thread after the other; return those before.
+
+        Threads that do so don't race with one another.
+        """
+        _, _, granules, now = self._locate(addresses, mask, values.itemsize, at)
+        now = now & -1 << _PHASE | _ATOMIC
+        first = self._writers[granules] != now
+        self._refuse_read(self._writers[granules[first]], granules[first], now[first], at)
+        self._refuse_write(granules[first], now[first], at)
+        self._writers[granules], self._unfenced[granules] = now, True
+        held, block = self._bytes.view(values.dtype), mask.nonzero()[0]
+        place, given, before = addresses[mask] // values.itemsize, values[mask], np.zeros_like(values)
+        old = np.zeros_like(given)
+        for chosen in _turns(block * self._size + place):
+            old[chosen] = held[block[chosen], place[chosen]]
+            held[block[chosen], place[chosen]] = compute(old[chosen], given[chosen])
+        before[mask] = old
+        return before
 
     def _record_read(self, addresses: Array, mask: Array, size: int, at: Instruction, lanes: int = 0) -> Array:
         """Check a read and record it; return its places as `_locate` does."""
@@ -244,6 +266,14 @@ class Shared:
             byte = int(granules[wrong][0]) * self._granule % self._size
             reason = f"{at} {what}" + (" and no barrier lies between" if "another" in what else "")
             raise SharedMemoryError(f"{reason}: byte {byte} of the block's shared memory")
+
+
+def _turns(places: Array) -> Iterator[Array]:
+    """Yield those who come to different places at once, the first to each first."""
+    order = np.argsort(places, kind="stable")
+    turn = np.arange(order.size) - np.searchsorted(places[order], places[order])  # of those for one place
+    for number in range(turn.max(initial=-1) + 1):
+        yield order[turn == number]
 
 
 def _along(block: Array, places: Array) -> Array:

@@ -103,7 +103,7 @@ class TritonCall:
         """Return memory for one fp32 number a query, (batch x heads, queries)."""
         return torch.empty(self.q.shape[:2], dtype=torch.float32, device=self.q.device)
 
-    def launch(self, part: str, kernel: str, grid: tuple[int, ...], *args: Tensor | int, config: Config) -> None:
+    def launch(self, part: str, kernel: str, grid: tuple[int, ...], *args: Tensor | int, block: Block) -> None:
         """Run one kernel of a module of `device/` on q, K, V, the padding, `args`, and the lengths of queries and keys.
 
         ValueError: the device has too little shared memory for it, or is the host and interprets nothing.
@@ -113,8 +113,9 @@ class TritonCall:
         if self.is_interpreted and not is_interpreting():
             raise ValueError("the compiled kernels run on a GPU, not on cpu: there the backend interpreter runs them")
         function, inputs = getattr(source(part), kernel), (self.q, self.k, self.v, self.padding)
+        config = self.tiled(block)
         # A card may order a row's sum by how many rows a tile has there.
-        rows = {"rows": forward_block(self.config.block, config.d).queries} if self.is_interpreted else {}
+        rows = {"rows": block.queries} if self.is_interpreted else {}
         try:
             with (
                 nullcontext()
@@ -189,12 +190,12 @@ def forward(call: TritonCall) -> tuple[Tensor, Tensor]:
     """Return O (batch x heads, queries, d) and the log-sum-exp (batch x heads, queries)."""
     (heads, queries, d), keys = call.q.shape, call.k.shape[1]
     o, lse = call.empty(call.config.plan.o, call.q), call.row_numbers()
-    config = call.tiled(forward_block(call.config.block, d))
-    grid = (math.ceil(queries / config.block.queries), heads)
+    block = forward_block(call.config.block, d)
+    grid = (math.ceil(queries / call.tiled(block).block.queries), heads)
     # The noise's state after (seed, stream), its bits as int32.
     states = (int(random_bits(call.seed, stream)) for stream in (DITHER_STREAM, CAST_STREAM))
     starts = (state - 2**32 if state >= 2**31 else state for state in states)
-    call.launch("forward", FORWARD[call.algorithm], grid, o, lse, queries, keys, *starts, config=config)
+    call.launch("forward", FORWARD[call.algorithm], grid, o, lse, queries, keys, *starts, block=block)
     return o, lse
 
 
@@ -205,12 +206,12 @@ def backward(call: TritonCall, o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tens
     """
     do, plan, lengths = _flat(do, call.q.dtype), call.config.plan, (call.q.shape[1], call.k.shape[1])
     dq, dk, dv = (call.empty(plan.gradients, tensor) for tensor in (call.q, call.k, call.v))
-    config, delta = call.tiled(backward_block(plan, call.config.d)), call.row_numbers()
-    rows = (math.ceil(lengths[0] / config.block.queries), call.q.shape[0])
-    call.launch("backward", "delta", rows, o, do, lse, delta, *lengths, config=config)
-    call.launch("backward", "query_gradient", rows, do, lse, delta, dq, *lengths, config=config)
-    columns = (math.ceil(lengths[1] / config.block.keys), call.k.shape[0])
-    call.launch("backward", "key_gradients", columns, do, lse, delta, dk, dv, *lengths, config=config)
+    block, delta = backward_block(plan, call.config.d), call.row_numbers()
+    rows = (math.ceil(lengths[0] / call.tiled(block).block.queries), call.q.shape[0])
+    call.launch("backward", "delta", rows, o, do, lse, delta, *lengths, block=block)
+    call.launch("backward", "query_gradient", rows, do, lse, delta, dq, *lengths, block=block)
+    columns = (math.ceil(lengths[1] / block.keys), call.k.shape[0])
+    call.launch("backward", "key_gradients", columns, do, lse, delta, dk, dv, *lengths, block=block)
     return dq, dk, dv, delta
 
 

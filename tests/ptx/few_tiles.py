@@ -32,10 +32,10 @@ def forward(Q, K, V, O, scale: float, ROWS: Number, COLUMNS: Number, D: Number):
 kernel, in_clusters = ct.kernel(forward), ct.kernel(num_ctas=2)(forward)
 
 
-def attention(q, k, v, *, scale=None, launched=kernel):
-    heads, rows, d = q.shape[0] * q.shape[1], q.shape[2], q.shape[3]
+def attention(q, k, v, *, scale=None, launched=kernel, rows=64):
+    heads, queries, d = q.shape[0] * q.shape[1], q.shape[2], q.shape[3]
     o = torch.empty_like(q)
     tensors = [x.reshape(heads, -1, d) for x in (q, k, v, o)]
-    words = (scale or d**-0.5) * math.log2(math.e), 64, 64, d
-    ct.launch(torch.cuda.current_stream(), (ct.cdiv(rows, 64), heads), launched, (*tensors, *words))
+    words = (scale or d**-0.5) * math.log2(math.e), rows, 64, d
+    ct.launch(torch.cuda.current_stream(), (ct.cdiv(queries, rows), heads), launched, (*tensors, *words))
     return o

@@ -32,7 +32,12 @@ def test_it_runs_where_it_is_named_alone_and_says_what_it_is() -> None:
     assert backend.options == ("--as", "sm_89")
     assert "nothing ran on a GPU" in str(backend.notice())
     assert "13.1" not in backend.describe()["assembler"]
-    assert "13.1" in backend.assuming("sm_120").describe()["assembler"]
+    assert "13.1" in INTERPRETER.assuming("sm_120").describe()["assembler"]
+    older = backend.assuming("sm_120/13.0")
+    assert older.options == ("--as", "sm_120/13.0")
+    assert "13.0, packed products fused" in older.describe()["assembler"]
+    with pytest.raises(ValueError, match=r"^sm_120/13.0: unknown; .*ptxas 13\.1 or newer.*--backend ptx has others"):
+        INTERPRETER.assuming("sm_120/13.0")
     text = Run(backend.describe(), {}, records=()).backend_text("ptx")
     assert text == "ptx as sm_89 (compiled code, emulated processor; nothing ran on a GPU)"
     with pytest.raises(UsageError, match=r"^--as gfx942: unknown to --backend ptx; its cards are sm_75, "):
@@ -43,12 +48,15 @@ def test_a_users_triton_kernel_is_judged() -> None:
     assert judged(external_kernel(FEW_LINES), "tied_maxima[k=2]", backend=PTX).verdict == UNBIASED
 
 
-@pytest.mark.parametrize("kernel", ["triton_flash", "triton_paper"])
-def test_the_suites_kernel_has_the_interpreters_bits_forward_and_backward(kernel: str) -> None:
-    """The plan `paper` leaves gradients in fp32, so they show the order in which delta was summed."""
+@pytest.mark.parametrize(
+    ("kernel", "card"), [("triton_flash", "sm_80"), ("triton_paper", "sm_80"), ("triton_standard", "sm_100")]
+)
+def test_the_suites_kernel_has_the_interpreters_bits_forward_and_backward(kernel: str, card: str) -> None:
+    """The plan `paper` leaves gradients in fp32, and `standard` sums delta over products: they show its order."""
     inputs = CASES["random"].make(3, 0, 2, BF16)
     ours, theirs = (
-        backend.run(backend.kernel(kernel), inputs, gradients=True) for backend in (PTX, INTERPRETER.assuming("sm_80"))
+        backend.run(backend.kernel(kernel), inputs, gradients=True)
+        for backend in (PTX.assuming(card), INTERPRETER.assuming(card))
     )
     assert torch.equal(ours.o, theirs.o)
     assert ours.gradients is not None

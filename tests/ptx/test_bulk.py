@@ -106,6 +106,10 @@ def test_a_box_lies_swizzled_in_shared_memory_and_is_stored_from_there(
         assert found[(chunk * 16 + byte % 16) // size] == flat[at]
 
 
+def test_every_byte_of_a_box_is_there() -> None:
+    executed(f"{LOAD} {WAIT} add.s32 %r7, %r1, 1; ld.shared.b8 %r8, [%r7];")
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [

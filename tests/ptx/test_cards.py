@@ -39,21 +39,21 @@ def mine(tmp_path: Path, module_at: Callable[[Path], ModuleType]) -> Any:
     return loaded
 
 
-def inputs() -> tuple[Tensor, Tensor, Tensor]:
+def inputs(rows: int = 64) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(SHAPE, generator=generator).bfloat16() for _ in range(3))
-    return q, k.repeat(1, 1, 2, 1) * 1.5, torch.cat([v, v * 0.7], 2)
+    return q[:, :, :rows], k.repeat(1, 1, 2, 1) * 1.5, torch.cat([v, v * 0.7], 2)
 
 
-def executed(module: ModuleType, card: str = "sm_80") -> Tensor:
+def executed(module: ModuleType, card: str = "sm_80", rows: int = 64) -> Tensor:
     with executing(card, SHARED[card]):
-        o: Tensor = module.attention(*inputs(), scale=0.13)
+        o: Tensor = module.attention(*inputs(rows), scale=0.13)
     return o
 
 
-def interpreted(module: ModuleType, card: str = "sm_80") -> Tensor:
+def interpreted(module: ModuleType, card: str = "sm_80", rows: int = 64) -> Tensor:
     with interpreting(CARDS[card]):
-        o: Tensor = module.attention(*inputs(), scale=0.13)
+        o: Tensor = module.attention(*inputs(rows), scale=0.13)
     return o
 
 
@@ -80,6 +80,18 @@ def test_the_interpreter_sums_rows_in_the_order_of_the_compiled_code(
     assert torch.equal(executed(module, card), interpreted(module, card))
 
 
+@pytest.mark.parametrize(
+    ("card", "rows", "warps"),
+    [("sm_80", 16, 4), ("sm_90", 32, 8), ("sm_100", 16, 2), ("sm_100", 64, 2), ("sm_120", 32, 4)],
+)
+def test_rows_that_warps_share_are_summed_in_the_order_of_the_compiled_code(
+    card: str, rows: int, warps: int, mine: Any
+) -> None:
+    """With fewer rows than columns each warp has some columns; two warps of sm_100 have no tcgen05."""
+    module = mine(launch=f", enable_fp_fusion=False, num_warps={warps}")
+    assert torch.equal(executed(module, card, rows), interpreted(module, card, rows))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("card", ["sm_80", "sm_90"])
 def test_a_product_goes_unrounded_into_a_sum_unless_a_branch_lies_between(
@@ -99,6 +111,18 @@ def test_a_product_goes_unrounded_into_a_sum_unless_a_branch_lies_between(
         expected = expected * factor + (other if step < 2 else first)
     assert not torch.equal(compiled[:256], rounded)
     assert torch.equal(compiled[256:], expected)
+
+
+def test_older_assemblers_fuse_what_a_row_sum_is_multiplied_by(mine: Any) -> None:
+    module = mine(launch=", enable_fp_fusion=False, num_warps=2")  # four rows a thread, two of them packed
+    q, k, v = inputs()
+    k[:, :, 64:] *= 1.25  # a row's maximum grows, so that its sum shrinks
+    with executing("sm_120", SHARED["sm_120"]):
+        newer = module.attention(q, k, v)
+    with executing("sm_120/13.0", SHARED["sm_120"]):
+        older = module.attention(q, k, v)
+    assert not torch.equal(newer, older)
+    torch.testing.assert_close(newer, older, rtol=1e-6, atol=0)
 
 
 def test_cards_of_one_tensor_core_and_four_and_eight_warps_round_alike(mine: Any) -> None:

@@ -182,6 +182,24 @@ def test_a_matrix_that_nobody_wrote_is_nan_and_lanes_vote(executed: Executed) ->
     assert executed(voted).tolist() == [0] * 32 + [0xAAAAAAAA - 2**32] * 32
 
 
+UPDATED = "setp.eq.s32 %p0, %r0, 9; mov.b32 %r5, 0; @%p0 st.shared.b32 [%r5], %r0; bar.sync 0; and.b32 %r4, %r0, 31;"
+MAXIMUM = f"{UPDATED} atom.shared.cta.max.u32 %r2, [%r5], %r4;"
+
+
+def test_threads_update_a_word_one_after_the_other_and_without_a_race(executed: Executed) -> None:
+    assert executed(MAXIMUM).tolist() == [*[9] * 11, *range(10, 31), *[31] * 32]
+    assert executed(f"{MAXIMUM} bar.sync 0; ld.shared.b32 %r2, [%r5];").tolist() == [31] * 64
+    for raced in (
+        MAXIMUM.replace("bar.sync 0;", ""),
+        f"{MAXIMUM} ld.shared.b32 %r2, [%r5];",
+        f"{MAXIMUM} {ONE_WRITES}",
+    ):
+        with pytest.raises(SharedMemoryError, match="another thread wrote"):
+            executed(raced)
+    with pytest.raises(SharedMemoryError, match="writes what another thread read"):
+        executed(MAXIMUM.replace("atom", "ld.shared.b32 %r3, [%r5]; atom"))
+
+
 def test_with_groups_of_copies_on_their_way_the_earlier_ones_are_there(executed: Executed) -> None:
     first = COPY + COPY.replace("[%r1]", "[%r1+256]")
     assert executed(f"{first} cp.async.wait_group 1; ld.shared.b32 %r2, [%r1];").tolist() == LANES.tolist()
