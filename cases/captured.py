@@ -136,7 +136,7 @@ def without_cancelled(errors: Errors, output: Tensor, inputs: AttentionInputs, r
 def _with_rows(errors: Errors, output: Tensor, inputs: AttentionInputs, ref: Reference) -> Errors:
     """Return the errors of a layer's call, row by row too: it has few heads, and no others."""
     sizes = in_units(output.double() - ref.o, units_of(ref.magnitude, inputs.formats.output))
-    return replace(without_cancelled(errors, output, inputs, ref), row_size_square=sizes.square().mean(-1).flatten())
+    return replace(without_cancelled(errors, output, inputs, ref), row_size_square=sizes.square().nanmean(-1).flatten())
 
 
 def _case(layer: _Layer, name: re.Match[str], folder: Path) -> Case:

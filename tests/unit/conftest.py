@@ -15,6 +15,7 @@ from tiebreak.cases.bounds import UNDECLARED
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.matrix import checks, experiments, resolver, workbench
 from tiebreak.matrix.identification import settling
+from tiebreak.matrix.identification.asking import threads
 from tiebreak.matrix.questions import comparison, session
 from tiebreak.matrix.questions.comparison import exact
 from tiebreak.matrix.questions.session import Session
@@ -105,6 +106,21 @@ def alike() -> Iterator[Callable[[str], None]]:
         for module in (comparison, session):
             patch.setattr(module, "exact", lambda x, part: once(part, x, lambda: exact(x, part)))
         yield of
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Compute in one thread: sums come in one order then."""
+    with threads(1):
+        yield
+
+
+@pytest.fixture
+def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the user stands, with the kernels of a test's file, its KERNEL, in mine.py."""
+    (tmp_path / "mine.py").write_text(request.module.KERNEL)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @pytest.fixture

@@ -37,15 +37,13 @@ FEW = ("--cases", "tied_maxima[k=2],no_tail,random_grouped", "--heads", "64")
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the user stands: nothing of a clone, and a pytest configuration that a run here must not meet."""
-    (tmp_path / "mine.py").write_text(KERNEL)
-    (tmp_path / "dies.py").write_text("import os\nos._exit(7)\n")
-    (tmp_path / "conftest.py").write_text("raise SystemExit('not for you')\n")
-    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\n")
-    monkeypatch.chdir(tmp_path)
+def folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Nothing of a clone, and a pytest configuration that a run here must not meet."""
+    (folder / "dies.py").write_text("import os\nos._exit(7)\n")
+    (folder / "conftest.py").write_text("raise SystemExit('not for you')\n")
+    (folder / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\n")
     monkeypatch.setenv("PYTEST_ADDOPTS", "--no-such-option-either")
-    return tmp_path
+    return folder
 
 
 def test_the_verdict_comes_first_then_what_it_rests_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

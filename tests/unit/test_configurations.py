@@ -10,7 +10,8 @@ from tiebreak.programs import check
 from tiebreak.programs.configurations import Configurations, Looks
 from tiebreak.reports import cli
 
-pytestmark = pytest.mark.usefixtures("settled_once")
+pytestmark = pytest.mark.usefixtures("settled_once", "folder")
+TARGET = "mine.py:attention"
 KERNEL = """
 import torch
 
@@ -26,19 +27,12 @@ def attention(q, k, v, *, causal=False, scale=None, cast="fp32", order=1):
 FEW = ("--cases", "tied_maxima[k=2],no_tail", "--heads", "32", "-n", "0")
 
 
-@pytest.fixture
-def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    (tmp_path / "mine.py").write_text(KERNEL)
-    monkeypatch.chdir(tmp_path)
-    return "mine.py:attention"
-
-
 def test_values_of_keywords_are_put_into_classes_and_the_worst_comes_first(
-    target: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """The file sees nothing of pytest: Triton's tutorial has one configuration where it does."""
     (tmp_path / "mine.py").write_text(f"import os\nassert 'PYTEST_VERSION' not in os.environ\n{KERNEL}")
-    assert check.main([target, "--configs", "cast=fp32,bf16", "--configs", "order=1,2,3", *FEW]) == 0
+    assert check.main([TARGET, "--configs", "cast=fp32,bf16", "--configs", "order=1,2,3", *FEW]) == 0
     headline, configs, *lines = capsys.readouterr().out.splitlines()
     assert headline == "PASS: attention[cast=bf16] on cpu, bf16: biased on 1 of 1 failure input, by its own rounding"
     assert configs.startswith(
@@ -67,9 +61,9 @@ def test_values_of_keywords_are_put_into_classes_and_the_worst_comes_first(
     ],
 )
 def test_what_is_no_configuration_is_one_line_and_exit_code_2(
-    target: str, words: Sequence[str], line: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    words: Sequence[str], line: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert cli.main(["check", target, *words, "--cases", "no_tail"]) == 2
+    assert cli.main(["check", TARGET, *words, "--cases", "no_tail"]) == 2
     printed = capsys.readouterr()
     assert printed.err.startswith(f"tiebreak check: {line}")
     assert (printed.out, len(printed.err.splitlines())) == ("", 1)
@@ -89,9 +83,9 @@ def test_as_few_calls_as_it_takes_tell_classes_apart() -> None:
     assert found.telling() == ["three", "two"]
 
 
-def test_a_target_may_name_a_configuration(target: str) -> None:
-    kernel = external_kernel(f"{target}[cast=bf16+order=2]")
+def test_a_target_may_name_a_configuration() -> None:
+    kernel = external_kernel(f"{TARGET}[cast=bf16+order=2]")
     options = kernel.caller.convention.options
     assert (kernel.name, options.options) == ("attention[cast=bf16+order=2]", {"cast": "bf16", "order": 2})
-    assert kernel.origin == ("--kernel", f"{target}[cast=bf16+order=2]")
-    assert external_kernel(f"{target}[forward.A=1+B=x]").caller.convention.options.config == "forward.A=1+B=x"
+    assert kernel.origin == ("--kernel", f"{TARGET}[cast=bf16+order=2]")
+    assert external_kernel(f"{TARGET}[forward.A=1+B=x]").caller.convention.options.config == "forward.A=1+B=x"

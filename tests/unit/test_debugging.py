@@ -47,29 +47,17 @@ def too_large(q, k, v):
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "mine.py").write_text(KERNEL)
-    monkeypatch.chdir(tmp_path)
+def folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("COLUMNS", "120")
-    return tmp_path
+    return folder
+
+
+ONE_CALL = ("--experiments", "call", "-n", "0", "--heads", "16", "--json", "v.json")
 
 
 def check(name: str, *words: str) -> dict[str, Any]:
     """The one verdict on a kernel, as JSON."""
-    command = [
-        "check",
-        f"mine.py:{name}",
-        "--experiments",
-        "call",
-        "-n",
-        "0",
-        "--heads",
-        "16",
-        "--json",
-        "v.json",
-        *words,
-    ]
-    cli.main(command)
+    cli.main(["check", f"mine.py:{name}", *ONE_CALL, *words])
     verdict: dict[str, Any] = json.loads(Path("v.json").read_text())["verdicts"][0]
     return verdict
 

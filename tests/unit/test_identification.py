@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Declaration, Kernel, composed, run_forward
 from tiebreak.kernels.plans import Accumulator, Cast
 from tiebreak.matrix.identification import designed, identity, search, settling
-from tiebreak.matrix.identification.asking import ProbedKernel, threads
+from tiebreak.matrix.identification.asking import ProbedKernel
 from tiebreak.matrix.identification.candidates import candidates
 from tiebreak.matrix.identification.designed import DESIGNED, LONG, SHAPES, Designed
 from tiebreak.matrix.identification.identity import Rivals, identify
@@ -30,12 +30,7 @@ from tiebreak.matrix.identification.space import PlanChange, changes, combined, 
 from tiebreak.programs.identify import main
 from tiebreak.reports.tables.texts import explanation_text
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    with threads(1):
-        yield
-
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 EMULATED = EmulatedArithmetic()
 #: Designed inputs.

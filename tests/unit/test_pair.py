@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from tiebreak.defects.planted import DEFECTS, users
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.kernel import Kernel, composed
-from tiebreak.matrix.identification.asking import ProbedKernel, threads
+from tiebreak.matrix.identification.asking import ProbedKernel
 from tiebreak.matrix.identification.identity import Identity
 from tiebreak.matrix.identification.settling import UnidentifiedError
 from tiebreak.matrix.pairs import Side
@@ -40,14 +40,9 @@ from tiebreak.reports.records.record import UNDECIDED, Estimate
 from tiebreak.reports.records.store import as_text
 from tiebreak.reports.schemas import schema_of
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 FUSED = parse_declaration("flash@fused,tile=64")
 SOME = ("random_odd", "sink_tie", "no_tail")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    with threads(1):
-        yield
 
 
 def _emulated(plan: str) -> Side:
@@ -254,7 +249,7 @@ def test_a_limit_that_is_passed_or_not_known_fails() -> None:
         assert f"; beyond a limit: {said}" in failed.headline
 
 
-MINE = """
+KERNEL = """
 import tiebreak
 
 @tiebreak.kernel(plan="standard,qk=input", backward="none")
@@ -265,13 +260,6 @@ def silent(q, k, v):
     return eager(q, k, v)
 """
 FEW = ("--cases", "no_tail,sink_tie", "--heads", "16", "--model", "none")
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "mine.py").write_text(MINE)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def _unknown(kernel: ProbedKernel, *_: object) -> Identity:

@@ -22,7 +22,7 @@ from tiebreak.programs.shrink.search import FINITE, MANY, Part, Shrinker, cut
 from tiebreak.reports import cli
 from tiebreak.studies.cells import CASES
 
-KERNELS = """
+KERNEL = """
 import torch
 from tiebreak import kernel
 
@@ -78,13 +78,6 @@ def picky(q, k, v, *, causal=False, scale=None):
 """
 LINES = 20  # of a script whose tensors take one line each
 OVERFLOWS = ("mine.py:doubled", "--case", "repeated_large[r=105]", "--heads", "32")
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text(KERNELS)
-    return tmp_path
 
 
 def call(*words: str) -> int:
@@ -178,7 +171,7 @@ def test_the_script_shows_it_with_torch_alone(folder: Path, capsys: pytest.Captu
 def test_the_script_of_a_kernel_that_was_mended_says_so(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(*OVERFLOWS) == 0
     assert shape() == (1, 1, 1, 1)
-    (here / "mine.py").write_text(KERNELS.replace("2 * s.amax", "s.amax"))
+    (here / "mine.py").write_text(KERNEL.replace("2 * s.amax", "s.amax"))
     assert not run_script()
     assert capsys.readouterr().out.endswith("nothing is wrong\n")
 
@@ -212,7 +205,7 @@ def test_the_script_calls_a_kernel_as_its_signature_and_its_author_say(
     for package in (deep, deep.parent):
         (package / "__init__.py").touch()
     (deep / "mine.py").write_text("from .other import zero\n")
-    (deep / "other.py").write_text(KERNELS)
+    (deep / "other.py").write_text(KERNEL)
     rng = torch.Generator().manual_seed(1)
     layer: dict[str, Tensor] = {
         f"layer0.{part}": torch.randn(1, 4, 8, 8, generator=rng) for part in ("q", "k", "v", "do")

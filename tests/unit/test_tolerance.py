@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,12 +18,12 @@ from tiebreak.kernels.kernel import Kernel, composed
 from tiebreak.kernels.reference import reference
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import OneCall
-from tiebreak.matrix.identification.asking import threads
 from tiebreak.matrix.identification.settling import NORMAL
 from tiebreak.matrix.workbench import Settings, Settled, SharedBatch, Workbench
 from tiebreak.programs.tolerance import Size, Tolerance, Tolerances, normal_inputs, tolerances
 from tiebreak.reports import cli
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = Size(16, 48)
 FUSED = "flash@fused,tile=32"
 BIASED, TRUNCATED = "all of it is 0.25 ulp too large", "O is truncated, not rounded"
@@ -40,12 +39,6 @@ def half_too_large(q, k, v, *, causal=False, scale=None):
 def raising(q, k, v):
     raise RuntimeError("no luck")
 """
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    with threads(1):
-        yield
 
 
 def planned(plan: str) -> Kernel:

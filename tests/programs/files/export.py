@@ -20,7 +20,7 @@ from tiebreak import kernels
 from tiebreak.backends.backend import EMULATION
 from tiebreak.cases.capture.folder import MB
 from tiebreak.cases.captured import captured_cases
-from tiebreak.cases.case import JOINED, Case
+from tiebreak.cases.case import HEADS_PER_BATCH, JOINED, Case
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.external.call import Call, Made, Placed, Triple
 from tiebreak.kernels.external.caller import Caller
@@ -276,7 +276,8 @@ def _export_dump(asked: argparse.Namespace) -> None:
             folder / name, tensors, {f"layer{x.layer}.{w}": text for x in of_file for w, text in x.words.items()}
         )
     files = {x.file: digest((folder / x.file).read_bytes()) for x in every}
-    heads = max(x.tensors["q"].shape[0] * x.tensors["q"].shape[1] for x in every)
+    most = max(x.tensors["q"].shape[0] * x.tensors["q"].shape[1] for x in every)
+    heads = -(-most // HEADS_PER_BATCH) * HEADS_PER_BATCH  # as a run takes them: a layer gives as many as it has
     options = {"dtype": every[0].format, "heads": str(heads), "seed": "1", "captured": "."}
     takes, calls = _calls_of_captured(folder, options)
     answers = {(each.file, each.layer): each.answers for each in every}
