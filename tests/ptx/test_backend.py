@@ -29,7 +29,12 @@ def test_it_runs_where_it_is_named_alone_and_says_what_it_is() -> None:
     assert backend.options == ("--as", "sm_89")
     assert "nothing ran on a GPU" in str(backend.notice())
     assert "13.1" not in backend.describe()["assembler"]
-    assert "13.1" in backend.assuming("sm_120").describe()["assembler"]
+    assert "13.1" in INTERPRETER.assuming("sm_120").describe()["assembler"]
+    older = backend.assuming("sm_120/13.0")
+    assert older.options == ("--as", "sm_120/13.0")
+    assert "13.0, packed products fused" in older.describe()["assembler"]
+    with pytest.raises(ValueError, match=r"^sm_120/13.0: unknown; .*ptxas 13\.1 or newer.*--backend ptx has others"):
+        INTERPRETER.assuming("sm_120/13.0")
     text = Run(backend.describe(), {}, records=()).backend_text("ptx")
     assert text == "ptx as sm_89 (compiled code, emulated processor; nothing ran on a GPU)"
     with pytest.raises(UsageError, match=r"^--as gfx942: unknown to --backend ptx; its cards are sm_75, "):
