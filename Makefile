@@ -64,8 +64,9 @@ $(FULL): pyproject.toml constraints.txt
 	    $(call install,-e ".[$$extra]") || echo "$$extra can't be installed: its tests are skipped, for that reason" >&2; \
 	  done; }
 
+# Each process would import what the cells do without: a quarter of a second.
 matrix: $(STAMP)  ## the matrix on this platform
-	$(PY) -m pytest -n auto tests/matrix $(ARGS)
+	$(PY) -m pytest -n auto -p no:hypothesispytest -p no:benchmark tests/matrix $(ARGS)
 
 platforms: $(STAMP)  ## the matrix once per instruction-set level of this CPU, then the comparison
 	$(VENV)/bin/tiebreak levels -n auto tests/matrix $(ARGS)

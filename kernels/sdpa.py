@@ -22,7 +22,7 @@ from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs, AttentionOutp
 from tiebreak.kernels.kernel import Declaration, Kernel
 from tiebreak.kernels.plans import FEXP_U20, FP32_INSIDE, FUSED, FUSED_FAST_EXP
 from tiebreak.kernels.shift_rules import SHIFT_RULES
-from tiebreak.kernels.vendor import empty, through_autograd
+from tiebreak.kernels.vendor import StartedCall, empty, through_autograd
 
 # Key block of PyTorch's CPU flash kernel (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp).
 _CPU_FLASH_BLOCK = Block(queries=32, keys=512)
@@ -59,6 +59,10 @@ class Implementation:
     def __call__(self, inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
         """Compute attention by it; RuntimeError where PyTorch ran another, or none: it can't take the inputs."""
         return through_autograd(self._o, inputs, arithmetic, gradients)
+
+    def started(self, inputs: AttentionInputs) -> StartedCall:
+        """Run its forward pass, before others', as frameworks do."""
+        return StartedCall.of(self._o, inputs)
 
     def _arguments(self, inputs: AttentionInputs) -> dict[str, Any]:
         """Return a call's arguments after q, k and v: a mask, True where a key is seen, or with a bias that and -Inf.

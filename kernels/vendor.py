@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -35,21 +35,36 @@ def through_autograd(call: Call, inputs: AttentionInputs, arithmetic: Arithmetic
     uses its own arithmetic, and its errors are raised.
     """
     del arithmetic
-    dtype = TORCH_DTYPES[inputs.formats.inputs]
-    # The leaves of a graph are new tensors, also where nothing is copied.
-    q, k, v = (tensor.to(dtype).detach() for tensor in (inputs.q, inputs.k, inputs.v))
-    with exact_products():
-        if not gradients:
-            return AttentionOutput(call(inputs, q, k, v))
-        leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
-        if inputs.sink is not None:
-            inputs = replace(inputs, sink=inputs.sink.clone().requires_grad_())
-            leaves.append(inputs.sink)  # type: ignore[arg-type]
-        out = call(inputs, q, k, v)
-        # By a number's gradient, which is dO exactly: given dO itself, torch imports sympy, which takes a second.
-        number = (out * inputs.do.to(dtype)).sum()
-        dq, dk, dv, *dsink = torch.autograd.grad(number, leaves, allow_unused=inputs.sink is not None)
-    return AttentionOutput(out.detach(), gradients=Gradients(dq, dk, dv, dsink=dsink[0] if dsink else None))
+    started = StartedCall.of(call, inputs, gradients=gradients)
+    return started.finished(inputs.do) if gradients else AttentionOutput(started.o)
+
+
+@dataclass(frozen=True)
+class StartedCall:
+    """A call whose forward pass has been run, and whose backward pass may follow at any time."""
+
+    o: Tensor
+    leaves: tuple[Tensor, ...]  # q, k, v and the sink, if there is one, that it is differentiated by
+
+    @classmethod
+    def of(cls, call: Call, inputs: AttentionInputs, *, gradients: bool = True) -> "StartedCall":
+        """Run the forward pass, with a graph where there are to be `gradients`."""
+        dtype = TORCH_DTYPES[inputs.formats.inputs]
+        # The leaves of a graph are new tensors, also where nothing is copied.
+        leaves = [tensor.to(dtype).detach().requires_grad_(gradients) for tensor in (inputs.q, inputs.k, inputs.v)]
+        with exact_products(), torch.set_grad_enabled(gradients):
+            if inputs.sink is not None:
+                leaves.append(inputs.sink.clone().requires_grad_(gradients))
+                inputs = replace(inputs, sink=leaves[3])
+            return cls(call(inputs, *leaves[:3]), tuple(leaves))
+
+    def finished(self, do: Tensor) -> AttentionOutput:
+        """Return O and the gradients of this dO."""
+        with exact_products(), torch.enable_grad():
+            # By a number's gradient, which is dO exactly: given dO itself, torch imports sympy, which takes a second.
+            number = (self.o * do.to(self.o.dtype)).sum()
+            dq, dk, dv, *dsink = torch.autograd.grad(number, self.leaves, allow_unused=len(self.leaves) > 3)
+        return AttentionOutput(self.o.detach(), gradients=Gradients(dq, dk, dv, dsink=dsink[0] if dsink else None))
 
 
 def empty(inputs: AttentionInputs) -> str | None:

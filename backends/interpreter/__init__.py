@@ -12,7 +12,7 @@ from typing import Any
 
 from tiebreak.backends.backend import Backend
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
-from tiebreak.backends.interpreter.assumptions import CARDS, EXACT, Assumptions
+from tiebreak.backends.interpreter.assumptions import CARDS, EXACT, PACKED, Assumptions, assembler
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.triton.compiling import not_interpreting
 from tiebreak.kernels.triton.loading import installed
@@ -38,7 +38,12 @@ class _Interpreter(Backend):
 
     def assuming(self, card: str) -> Backend:
         if card not in CARDS:
-            raise ValueError(f"{card}: unknown; the cards are {', '.join(CARDS)}")
+            older = (
+                f" with {assembler(name)}; --backend ptx has others"
+                if (name := card.partition("/")[0]) in PACKED
+                else ""
+            )
+            raise ValueError(f"{card}: unknown; the cards are {', '.join(CARDS)}{older}")
         return replace(self, assumed=CARDS[card])
 
     def describe(self) -> dict[str, Any]:

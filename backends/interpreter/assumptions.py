@@ -11,7 +11,17 @@ from packaging.version import Version
 from tiebreak.backends.emulation.tensor_cores import TARGETS as KNOWN_CORES
 from tiebreak.kernels.triton.loading import installed
 
+#: The cards for which PTX has packed sums and products, and versions of ptxas that fuse these in spite of `.rn`:
+#: 12.9.86 and 13.0.88 do, 13.1.115 and 13.4.59 don't. To ask for one, a card's name has it behind a slash.
+PACKED, FUSING = ("sm_100", "sm_120"), ("12.9", "13.0")
 _KNOB, _OVERRIDE = "TRITON_DEFAULT_FP_FUSION", "TRITON_FORCE_DISABLE_FP_FUSION"  # of the environment
+
+
+def assembler(card: str) -> str:
+    """Return which assembler a card's name stands for, and what it does to sums and products."""
+    name, _, version = card.partition("/")
+    fuses = f"ptxas {version}, packed products fused into sums"
+    return fuses if version else f"ptxas{' 13.1 or newer' * (name in PACKED)}, nothing contracted"
 
 
 @dataclass(frozen=True)
@@ -88,6 +98,7 @@ class Assumptions:
             "exponential_flushes": not self.exact,
             "exponential_in_base_two": not self.exact,
             "contraction": self.contraction()[1],
+            **({"assembler": assembler(self.name)} if self.name in PACKED else {}),
             "division_by_reciprocal": self.reciprocal,
         }
 

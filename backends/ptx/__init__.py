@@ -11,6 +11,7 @@ from typing import Any
 
 from tiebreak.backends.backend import Backend
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
+from tiebreak.backends.interpreter.assumptions import FUSING, PACKED, assembler
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.triton.compiling import not_interpreting
 from tiebreak.kernels.triton.loading import installed
@@ -19,14 +20,13 @@ from tiebreak.kernels.triton.roster import triton_kernels
 #: The cards of --as, and bytes of shared memory that a block may have there (CUDA C++ Programming Guide)
 CARDS = {"sm_75": 64 << 10, "sm_80": 163 << 10, "sm_86": 99 << 10, "sm_89": 99 << 10, "sm_90": 227 << 10,
          "sm_100": 227 << 10, "sm_120": 99 << 10}  # fmt: skip
-_PACKED = ("sm_100", "sm_120")  # whose ptxas 12.9.86 and 13.0.88 fuse mul.rn.f32x2 and add.rn.f32x2; 13.1.115 doesn't
 
 
 @dataclass(frozen=True)
 class _Ptx(Backend):
     """A backend for Triton kernels alone: compiled code on an emulated processor."""
 
-    card: str = "sm_80"  # what they are compiled for
+    card: str = "sm_80"  # what they are compiled for, with a slash and an assembler that isn't the newest
 
     @property
     def evidence(self) -> str:
@@ -41,15 +41,17 @@ class _Ptx(Backend):
         return f"{what}; approximations as ex2.approx assumed correctly rounded; nothing ran on a GPU"
 
     def assuming(self, card: str) -> Backend:
-        if card not in CARDS:
-            raise ValueError(f"{card}: unknown to --backend ptx; its cards are {', '.join(CARDS)}")
+        fusing = [f"{packed}/{version}" for packed in PACKED for version in FUSING]
+        if card not in (*CARDS, *fusing):
+            known = f"{', '.join(CARDS)}, and with the ptxas of CUDA {', '.join(fusing)}"
+            raise ValueError(f"{card}: unknown to --backend ptx; its cards are {known}")
         return replace(self, card=card)
 
     def describe(self) -> dict[str, Any]:
         return {
             "triton": installed(),
             "as": self.card,
-            "assembler": "ptxas" + " 13.1 or newer" * (self.card in _PACKED) + ", nothing contracted",
+            "assembler": assembler(self.card),
             "assumed": {self.name: f"as {self.card} (compiled code, emulated processor; nothing ran on a GPU)"},
         }
 
@@ -59,7 +61,7 @@ class _Ptx(Backend):
     def in_use(self) -> AbstractContextManager[Collection[str]]:
         from tiebreak.backends.ptx.session import executing  # triton may be missing
 
-        return executing(self.card, CARDS[self.card])
+        return executing(self.card, CARDS[self.card.partition("/")[0]])
 
 
 PTX = _Ptx(

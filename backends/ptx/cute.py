@@ -85,7 +85,8 @@ def launching(card: str) -> Iterator[None]:
     from cutlass.cutlass_dsl import CuTeDSL, tvm_ffi_provider
     from cutlass.utils.hardware_info import HardwareInfo
 
-    driver, count = _driver(card), _MULTIPROCESSORS.get(card, 148)
+    driver, card = _driver(card), card.partition("/")[0]
+    count = _MULTIPROCESSORS.get(card, 148)
     environment, plain = CuTeDSL._get_dsl().envar, tvm_ffi.from_dlpack
     with ExitStack() as stack:
         folder = stack.enter_context(TemporaryDirectory())

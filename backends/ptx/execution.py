@@ -12,6 +12,7 @@ import numpy as np
 from tiebreak.backends.absent import count_launch
 from tiebreak.backends.interpreter.numbers import Array
 from tiebreak.backends.ptx.binding import bound
+from tiebreak.backends.ptx.fusing import fused
 from tiebreak.backends.ptx.memory import SharedMemoryError
 from tiebreak.backends.ptx.parsing import parsed
 from tiebreak.backends.ptx.threads import Launch, Threads
@@ -24,13 +25,17 @@ class Program:
     """The instructions of one kernel for one card, decoded."""
 
     def __init__(self, text: str, card: str) -> None:
-        """Parse PTX.
+        """Parse PTX for a card, whose name may have an assembler behind a slash.
 
         Raises:
             CannotRunError: it holds what is not executed here, which the message names.
         """
         self._parameters, instructions, self._labels = parsed(text)
-        effects = bound(instructions, set(self._labels.values()), card)
+        card, _, fuses = card.partition("/")
+        ways = {str(name) for at in instructions if at.branches for name in at.operands}
+        targets = {place for label, place in self._labels.items() if label in ways}
+        instructions = fused(instructions, targets) if fuses else instructions
+        effects = bound(instructions, targets, card)
         self._steps = list(zip(instructions, effects, strict=True))
         self._granule = 1 if any(_SMALL.fullmatch(at.opcode) for at in instructions) else 4
 

@@ -188,6 +188,9 @@ _ROWS: tuple[tuple[str, str, Callable[..., Any], str], ...] = (
     ("min", f"{_FP32} {_NARROW}", partial(_extreme, largest=False), "T"),
     ("fma", "rn.f32 rn.ftz.f32 rn.f32x2 rn.f16 rn.bf16 rn.f16x2 rn.bf16x2", fused, "T"),
     ("fma", "rn.f32.f16 rn.f32.bf16", lambda x, y, z: fused(x.astype(_F32), y.astype(_F32), z), "T T f32"),
+    # What an assembler makes of a packed product and its difference (`fusing`).
+    ("fms", "rn.f32x2 rn.ftz.f32x2", lambda x, y, z: fused(x, y, -z), "T"),
+    ("fnma", "rn.f32x2 rn.ftz.f32x2", lambda x, y, z: fused(-x, y, z), "T"),
     ("div", "rn.f32 rn.ftz.f32", np.divide, "T"),
     ("div", "full.f32 full.ftz.f32 approx.f32 approx.ftz.f32", _quotient, "T"),
     ("ex2", "approx.f32 approx.ftz.f32", partial(_rounded_once, np.exp2), "T"),

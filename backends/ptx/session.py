@@ -31,22 +31,25 @@ _program = lru_cache(maxsize=64)(Program)
 def executing(card: str, shared: int) -> Iterator[tuple[str, ...]]:
     """Execute, on CPU tensors, every Triton function that is launched meanwhile, compiled for a card such as sm_80.
 
-    A block has at most `shared` bytes of shared memory. It yields the assumptions about the card.
+    The card's name may have an assembler behind a slash. A block has at most `shared` bytes of shared memory. It yields
+    the assumptions about the card.
     """
     with ExitStack() as stack:
-        target = GPUTarget("cuda", int(card.removeprefix("sm_")), 32)
+        bare = card.partition("/")[0]
+        target = GPUTarget("cuda", int(bare.removeprefix("sm_")), 32)
         utils = SimpleNamespace(
             get_device_properties=lambda _: {"max_shared_mem": shared},
             # The text takes the place of the binary, so there is no module to unload.
             load_binary=lambda name, text, *_: (None, _program(text.decode(), card), 0, 0, 1024),
         )
-        stack.enter_context(absent(target, card, utils=utils, launcher_cls=_Launcher))
+        stack.enter_context(absent(target, bare, utils=utils, launcher_cls=_Launcher))
         stack.enter_context(compiling_text(executed=True))
         stack.enter_context(patch.object(JITFunction, "run", _compiling(JITFunction.run)))
-        for package, part in (("cutlass", "cute"), ("cuda.tile", "cutile")):
+        # cuTile assembles by itself.
+        for package, part, name in (("cutlass", "cute", card), ("cuda.tile", "cutile", bare)):
             if package in sys.modules:  # a kernel in it was imported
                 launching = import_module(f"tiebreak.backends.ptx.{part}").launching
-                stack.enter_context(launching(card))
+                stack.enter_context(launching(name))
         stack.enter_context(patch.object(InterpretedFunction, "run", _refused))
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)  # a block's tiles are small

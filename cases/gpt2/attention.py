@@ -17,6 +17,7 @@ from tiebreak.kernels.formats import BF16, Formats
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.kernel import CannotRunError, Declaration, Kernel, run_backward, run_forward
 from tiebreak.kernels.plans import FP32_PLAN, FUSED, Cast
+from tiebreak.kernels.sdpa import Implementation
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 
 _LAYER_STREAM = 3
@@ -125,8 +126,13 @@ class _HeadAttention(torch.autograd.Function):
             ctx.started = kernel.implementation.caller.started(inputs, gradients=True)
             output = AttentionOutput(ctx.started.o)
         elif isinstance(kernel.implementation, Kernel):
-            output = kernel.implementation.compute(inputs, call.arithmetic, False)
-            output = AttentionOutput(output.o.float(), output.lse)
+            run = kernel.implementation.compute
+            if kernel.own_backward and isinstance(run, Implementation):
+                ctx.started = run.started(inputs)
+                output = AttentionOutput(ctx.started.o.detach().float())
+            else:
+                output = run(inputs, call.arithmetic, False)
+                output = AttentionOutput(output.o.float(), output.lse)
         else:
             output = run_forward(kernel.implementation, inputs, call.arithmetic)
         ctx.save_for_backward(q, k, v, output.o, output.lse)

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypedDict, Unpack
 from msgspec.structs import replace
 
 from tiebreak.backends.backend import CPU, EMULATION, Backend
+from tiebreak.cases.gpt2.fixture import Way
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.external.kernels import users_kernel
@@ -23,7 +24,7 @@ from tiebreak.matrix.identification.identity import identify
 from tiebreak.matrix.identification.settling import UnidentifiedError
 from tiebreak.matrix.pairs import Side
 from tiebreak.matrix.pairs.judgement import CASES, KNOWN, QUESTIONS, Tell, apply_limits, judge_pair
-from tiebreak.matrix.pairs.through_model import own_model, through_model
+from tiebreak.matrix.pairs.through_model import SuiteModel, own_model, through_model
 from tiebreak.matrix.selection import Selection, matching_backends
 from tiebreak.matrix.trial import raised
 from tiebreak.matrix.workbench import Settings
@@ -124,7 +125,9 @@ def pair(a: Target, b: Target, *, tell: Tell = lambda line: None, **options: Unp
     ]
     if any(folders):
         return _answered((a, b), kernels, folders, chosen.cases, tell)
-    cases, model = _cases(chosen.cases, slow), None if chosen.model in (None, _GPT2, _NONE) else own_model(chosen.model)
+    cases, executed = _cases(chosen.cases, slow), any(backend.pace == "executed" for backend in backends)
+    ways = (Way.PREFILL,) if executed else tuple(Way)  # token by token it takes many calls
+    model = SuiteModel(ways) if chosen.model in (None, _GPT2, _NONE) else own_model(chosen.model)
     formats = tuple(FORMATS.values()) if chosen.dtype is None else (fmt,)
     through = partial(through_model, formats=formats, model=model, tell=tell)
     first = _side(_name(a), kernels[0], chosen.seed, tell)
@@ -139,6 +142,7 @@ def pair(a: Target, b: Target, *, tell: Tell = lambda line: None, **options: Unp
     slowly = [
         f"{what}, which takes minutes on {names[0]}: {how} for it" for what, given, how in unasked if given is None
     ]
+    slowly += ["the model's tokens in chunks or one by one, which takes an hour"] * (executed and not no_model)
     return apply_limits(replace(verdict, left_out=tuple(slowly) if slow else ()), limits)
 
 

@@ -1,6 +1,7 @@
 """The backend: cells of the suite's kernels and of users', on request."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,10 +10,12 @@ import tiebreak
 from tiebreak.backends.interpreter import INTERPRETER
 from tiebreak.backends.ptx import PTX
 from tiebreak.backends.ptx.session import executing
+from tiebreak.cases.gpt2.fixture import Way
 from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.kernel import CannotRunError
 from tiebreak.matrix.selection import Selection, cells
+from tiebreak.programs import pair as pair_program
 from tiebreak.programs.pair import PairOptions
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records.record import SKIPPED, UNBIASED, Run
@@ -29,7 +32,12 @@ def test_it_runs_where_it_is_named_alone_and_says_what_it_is() -> None:
     assert backend.options == ("--as", "sm_89")
     assert "nothing ran on a GPU" in str(backend.notice())
     assert "13.1" not in backend.describe()["assembler"]
-    assert "13.1" in backend.assuming("sm_120").describe()["assembler"]
+    assert "13.1" in INTERPRETER.assuming("sm_120").describe()["assembler"]
+    older = backend.assuming("sm_120/13.0")
+    assert older.options == ("--as", "sm_120/13.0")
+    assert "13.0, packed products fused" in older.describe()["assembler"]
+    with pytest.raises(ValueError, match=r"^sm_120/13.0: unknown; .*ptxas 13\.1 or newer.*--backend ptx has others"):
+        INTERPRETER.assuming("sm_120/13.0")
     text = Run(backend.describe(), {}, records=()).backend_text("ptx")
     assert text == "ptx as sm_89 (compiled code, emulated processor; nothing ran on a GPU)"
     with pytest.raises(UsageError, match=r"^--as gfx942: unknown to --backend ptx; its cards are sm_75, "):
@@ -61,6 +69,20 @@ def test_a_pair_is_of_two_cards() -> None:
     verdict = tiebreak.pair("triton_flash", "triton_flash", **options)
     assert [side.backend for side in verdict.sides] == ["interpreter as sm_80", "interpreter as sm_90"]
     assert "interpreter as sm_80 and triton_flash on interpreter as sm_90" in verdict.headline
+
+
+def test_executed_code_reads_a_model_in_one_prefill_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[Any]()
+
+    def judged(*arguments: Any) -> None:
+        asked.append(arguments[-1].keywords["model"].ways)
+        raise UsageError("this is enough")
+
+    monkeypatch.setattr(pair_program, "judge_pair", judged)
+    for backend in ("ptx", "interpreter"):
+        with pytest.raises(UsageError, match="enough"):
+            tiebreak.pair("triton_flash", "triton_flash", backend=backend, model="gpt2")
+    assert asked == [(Way.PREFILL,), tuple(Way)]
 
 
 def test_what_the_card_lacks_is_a_skip_with_the_compilers_reason() -> None:

@@ -113,6 +113,18 @@ def test_a_product_goes_unrounded_into_a_sum_unless_a_branch_lies_between(
     assert torch.equal(compiled[256:], expected)
 
 
+def test_older_assemblers_fuse_what_a_row_sum_is_multiplied_by(mine: Any) -> None:
+    module = mine(launch=", enable_fp_fusion=False, num_warps=2")  # four rows a thread, two of them packed
+    q, k, v = inputs()
+    k[:, :, 64:] *= 1.25  # a row's maximum grows, so that its sum shrinks
+    with executing("sm_120", SHARED["sm_120"]):
+        newer = module.attention(q, k, v)
+    with executing("sm_120/13.0", SHARED["sm_120"]):
+        older = module.attention(q, k, v)
+    assert not torch.equal(newer, older)
+    torch.testing.assert_close(newer, older, rtol=1e-6, atol=0)
+
+
 def test_cards_of_one_tensor_core_and_four_and_eight_warps_round_alike(mine: Any) -> None:
     first = executed(mine())
     assert torch.equal(executed(mine(), "sm_89"), first)

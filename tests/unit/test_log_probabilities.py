@@ -20,7 +20,7 @@ from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import CannotRunError, Kernel
 from tiebreak.matrix.experiments.log_probabilities import KIND
 from tiebreak.matrix.pairs import Side
-from tiebreak.matrix.pairs.through_model import OwnModel, difference, own_model, through_model
+from tiebreak.matrix.pairs.through_model import OwnModel, SuiteModel, difference, own_model, through_model
 from tiebreak.matrix.selection import Selection, cells
 from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.errors import UsageError
@@ -147,6 +147,8 @@ def test_the_nearer_of_two_is_told_and_the_same_kernel_twice_is_the_same_bits() 
         model = through_model(a, b, [BF16])
         assert model.formats[0].nearer == nearer
         assert f"{nearer} is nearer" in grids.text(parts(model))
+    once = through_model(near, near, [BF16], SuiteModel((Way.PREFILL,)))
+    assert {each.role for each in once.formats[0].compared} == {PAIR, EXACT}
     same = through_model(side("flash@fused", EMULATION), side("flash@fused", EMULATION), [BF16])
     assert (same.formats[0].nearer, same.formats[0].pair.predicted) == (None, 0.0)
     text = grids.text(parts(same))

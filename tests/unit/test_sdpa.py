@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tiebreak.backends import cuda
 from tiebreak.backends.backend import CPU, EMULATION
 from tiebreak.cases.bounds import ErrorBounds
+from tiebreak.cases.gpt2.attention import HeadKernel, LayerCall, attend
 from tiebreak.kernels import sdpa
 from tiebreak.kernels.features import VALUE_DIM, WINDOW
 from tiebreak.kernels.formats import BF16, FP16, FP32, Format, Formats, ulp
@@ -139,6 +140,34 @@ def test_without_the_fast_exponential_the_prediction_is_clearly_worse() -> None:
     assert _equal_bits("repeated_zero") - _equal_bits("repeated_zero", plan=FUSED) > 0.2
     for fmt in (BF16, FP16):
         assert _equal_bits("random", fmt) - _equal_bits("random", fmt, FUSED) > 4 * FEW
+
+
+@pytest.mark.parametrize("name", ["sdpa_flash", "sdpa_math"])
+def test_a_model_runs_each_forward_pass_once_and_takes_the_gradients_of_that_one(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs, kernel, ran = CASES["random_causal"].make(1, 0, 2, BF16), CPU.kernel(name), list[Tensor]()
+    inputs = replace(inputs, q=inputs.k.flip(2))
+    inputs = replace(inputs, do=inputs.v.roll(1, 2))
+    expected, forward = CPU.run(kernel, inputs, gradients=True), Implementation._o
+
+    def counted(self: Implementation, call: AttentionInputs, *qkv: Tensor) -> Tensor:
+        ran.append(qkv[0])
+        return forward(self, call, *qkv)
+
+    monkeypatch.setattr(Implementation, "_o", counted)
+    leaves = [tensor.clone().requires_grad_() for tensor in (inputs.q, inputs.k, inputs.v)]
+    call = LayerCall(CPU.arithmetic, 0, 1, (), torch.zeros(()))
+    q, k, v = leaves
+    o, _ = (attend(factor * q, k, v, (HeadKernel(kernel),) * 2, call) for factor in (1.0, 2.0))
+    gradients = torch.autograd.grad(o, leaves, inputs.do)
+    assert len(ran) == 2
+    assert expected.gradients is not None
+    assert torch.equal(o, expected.o.float())
+    for ours, theirs in zip(
+        gradients, (expected.gradients.dq, expected.gradients.dk, expected.gradients.dv), strict=True
+    ):
+        assert torch.equal(ours, theirs.float())
 
 
 @pytest.mark.parametrize("name", ["sdpa_flash", "sdpa_math"])

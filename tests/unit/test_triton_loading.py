@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tiebreak.backends.interpreter import INTERPRETER
+from tiebreak.kernels.flash import Block
 from tiebreak.kernels.formats import BF16, FP16, Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.plans import FUSED, RoundingPlan
@@ -88,11 +89,11 @@ def test_a_launch_reaches_the_compiler_and_compiles_once(monkeypatch: pytest.Mon
     compiled = []
 
     def compile_only(
-        call: launch.TritonCall, part: str, kernel: str, grid: object, *args: object, **kwargs: object
+        call: launch.TritonCall, part: str, kernel: str, grid: object, *args: object, block: Block
     ) -> None:
         function, options = getattr(compiling.source(part), kernel), launch.options(call.config.d)
         tensors = (call.q, call.k, call.v, call.padding)
-        compiled.append(function.warmup(*tensors, *args, C=kwargs["config"], grid=grid, **options))
+        compiled.append(function.warmup(*tensors, *args, C=call.tiled(block), grid=grid, **options))
 
     monkeypatch.setattr(launch.TritonCall, "launch", compile_only)
     for _ in range(2):

@@ -32,6 +32,7 @@ _EXACT, _PLAN_OF = "exact", "plan of "  # in addition to A and B: exact attentio
 _SEED = 1  # of what a kernel draws
 
 
+@dataclass(frozen=True)
 class SuiteModel:
     """The suite's own language model: see `gpt2.fixture`."""
 
