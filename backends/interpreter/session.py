@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.runtime import interpreter as upstream
 from triton.runtime.jit import JITFunction
 
-from tiebreak.backends.absent import absent
+from tiebreak.backends.absent import absent, count_launch
 from tiebreak.backends.interpreter.assumptions import Assumptions
 from tiebreak.backends.interpreter.builder import FaithfulBuilder, addresses, plain
 from tiebreak.backends.interpreter.memory import KernelMemory, arguments_of
@@ -120,6 +120,7 @@ class _Session:
         if getattr(function, "is_gluon", bool)():
             why = "it says what each thread of a GPU holds, and Triton interprets none"
             raise CannotRunError(f"{function.fn.__name__} is a Gluon kernel: {why}; --backend cuda runs it")
+        count_launch()
         names = function.arg_names
         options = {name: value for name, value in kwargs.items() if name not in names}
         bound = inspect.getcallargs(function.fn, *args, **{n: v for n, v in kwargs.items() if n in names})

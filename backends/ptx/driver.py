@@ -62,7 +62,7 @@ class Driver:
             entry = next((each for each in _ENTRY.finditer(kernel.text) if each[1] == kernel.name), None)
             if entry is None or _CLUSTERS.search(entry[3]):
                 missing = "without its PTX" if entry is None else "in clusters of blocks"
-                raise CannotRunError(f"{kernel.name}, {missing}, is not executed here")
+                raise CannotRunError(f"a kernel {missing} is not executed here: {kernel.name}")
             bits, maps = _parameters(kernel, entry[2], parameters)
             threads = _THREADS.search(entry[3])
             count = math.prod(map(int, threads[1].split(",")) if threads else block)
@@ -70,7 +70,7 @@ class Driver:
             memory = KernelMemory(kernel.name, tuple(arguments_of({"an argument": self.tensors})))
             program = _program(kernel.text, card)
             if any(number == _CLUSTER and sizes != [1, 1, 1] for number, _, *sizes in _attributes(config)):
-                raise CannotRunError(f"{kernel.name}, launched in clusters of blocks, is not executed here")
+                raise CannotRunError(f"a kernel in clusters of blocks is not executed here: {kernel.name}")
             program.run(Launch((x, y, z), count, shared, bits, memory, maps))
         except Exception as error:  # whatever a program raises
             self.error = error

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from tiebreak.backends.absent import count_launch
 from tiebreak.backends.interpreter.numbers import Array
 from tiebreak.backends.ptx.binding import bound
 from tiebreak.backends.ptx.fusing import fused
@@ -46,6 +47,7 @@ class Program:
             OutOfBoundsError: it touches what it was not given.
             CannotRunError: some threads alone come to where a warp's have to be together.
         """
+        count_launch()
         count, at_once = int(np.prod(launch.grid)), max(1, _TOGETHER // launch.threads)
         for start in range(0, count, at_once):
             blocks = np.arange(start, min(count, start + at_once), dtype=np.uint32)[:, None]

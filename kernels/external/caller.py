@@ -174,13 +174,15 @@ class Caller:
     def compute(self, inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
         """Call the function, as `Compute` of a kernel: O in fp32 and, if wanted and it has them, the gradients.
 
-        CannotRunError: the function broke its contract, raised NotImplementedError, needs a GPU, or has no config.
-        Whatever else it raises is raised.
+        CannotRunError: the function broke its contract, raised NotImplementedError, needs a GPU, has no config, or
+        launched nothing where launches are run in an absent card's place. Whatever else it raises is raised.
         """
         del arithmetic  # it brings its own
-        options, Tuning.taken = self.convention.options, False
+        options, Tuning.taken, before = self.convention.options, False, Tuning.launches
         run = self.started(inputs, gradients=gradients)
         output = run.finished() if gradients else AttentionOutput(run.o)
+        if before is not None and before == Tuning.launches:
+            raise CannotRunError("it launched no kernel that this backend runs: what it returns is other code's")
         whole = gradients or options.backward == NO_BACKWARD  # else the kernel may be its backward pass's
         if options.config and not (Tuning.taken or (is_interpreting() and not whole)):
             raise CannotRunError(

@@ -38,8 +38,9 @@ def is_interpreting() -> bool:
 
 
 class Tuning:
-    """The configurations of autotuned kernels, passed from their callers to the interpreter within this process."""
+    """What callers of kernels and what launches these tell one another within this process: configurations, mostly."""
 
     chosen = ""  # KERNEL.NAME=VALUE+NAME=VALUE; empty: the first of every kernel
     taken = False  # whether a kernel was launched in the chosen one
+    launches: int | None = None  # so far, of any kernel, where an absent card's are run here
     left: ClassVar[dict[str, dict[str, set[str]]]] = {}  # by kernel, by what its code sees: by pruning of calls

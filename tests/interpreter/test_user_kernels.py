@@ -1,12 +1,14 @@
 """Triton kernels that a user brings: cells of the matrix, on a CPU."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
 from tiebreak.backends.backend import CPU, Backend
 from tiebreak.backends.interpreter import INTERPRETER
+from tiebreak.backends.ptx import PTX
 from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.formats import BF16
 from tiebreak.matrix.experiment import SelectionContext
@@ -47,6 +49,17 @@ def test_without_the_interpreter_it_is_skipped_with_where_it_runs(file: File) ->
     record = _cell(file(), "tied_maxima[k=2]", CPU)
     assert record.outcome == SKIPPED
     assert "--backend interpreter" in str(record.skipped)
+
+
+@pytest.mark.parametrize("backend", [INTERPRETER, PTX], ids=lambda backend: backend.name)
+def test_a_function_that_launches_nothing_is_skipped_not_passed(backend: Backend, tmp_path: Path) -> None:
+    """As one that takes PyTorch's attention for tensors of a CPU."""
+    body = "return torch.nn.functional.scaled_dot_product_attention(q, k, v)"
+    (mine := tmp_path / "mine.py").write_text(f"import torch\n\n\ndef attention(q, k, v):\n    {body}\n")
+    assert _cell(f"{mine}:attention", "no_tail", CPU).outcome == PASSED
+    record = _cell(f"{mine}:attention", "no_tail", backend)
+    assert record.outcome == SKIPPED
+    assert "launched no kernel" in str(record.skipped)
 
 
 def test_assembly_is_a_skip_that_names_it(file: File) -> None:
