@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiebreak.cases.verdicts import Interval, interval
+from tiebreak.cases.verdicts import ROUNDED_ONCE, Interval, interval
 from tiebreak.kernels.formats import Format, ulp
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.reference import Reference
@@ -48,6 +48,7 @@ class Errors:
     head_bias: Tensor  # mean signed error in ulps, (batch * key heads,)
     head_square: Tensor  # mean squared error in ulps^2, (batch * key heads,)
     head_size_square: Tensor  # the same in ulps of the mean of |V|, so that no element counts by how much it cancelled
+    head_rounded_once: Tensor  # what head_size_square is of an O that is rounded to nearest once, (batch * key heads,)
     head_coherence: Tensor  # row coherence less what independent errors give, in ulps, (batch * key heads,)
     head_delta: Tensor  # mean of delta_lp - delta_hp, (batch * key heads,)
     head_delta_size: Tensor  # mean |delta_hp|, (batch * key heads,)
@@ -168,6 +169,12 @@ def measure(
         head_size_square=head_square
         if size_units is None
         else by_key_head(in_units(difference, size_units).square(), inputs.groups),
+        head_rounded_once=ROUNDED_ONCE
+        * (
+            torch.ones_like(head_square)
+            if size_units is None
+            else by_key_head(in_units(ulp(ref.o, inputs.formats.output), size_units).square(), inputs.groups)
+        ),
         head_coherence=by_key_head(excess, inputs.groups),
         head_delta=by_key_head(delta.double() - ref.delta, inputs.groups),
         head_delta_size=by_key_head(ref.delta.abs(), inputs.groups),

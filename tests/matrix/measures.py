@@ -17,7 +17,7 @@ from torch import Tensor, isfinite
 
 from tiebreak.cases.errors import Errors, coherence, difference, independent_coherence
 from tiebreak.cases.gradients import delta_errors_of, ulps_of_rows
-from tiebreak.cases.verdicts import LIMIT, MARGIN_ULPS, ROUNDED_ONCE, WORSE, Interval, Value, interval, quantile
+from tiebreak.cases.verdicts import LIMIT, MARGIN_ULPS, WORSE, Interval, Value, interval, quantile
 from tiebreak.kernels.inputs import GRADIENT_NAMES
 from tiebreak.matrix.sample import Sample
 from tiebreak.reports.records.record import FARTHER, LESS, MORE, MeasureRecord
@@ -76,8 +76,9 @@ def _square_ratio(ours: Errors, theirs: Errors) -> Interval | None:
     Heads are the samples: a kernel may be wrong in some, and another plan may be far off in one. A captured layer has
     no others: its rows tell whether errors keep to the limit, or are as large as in no sound head.
     """
+    floor = theirs.head_rounded_once.nanmean().item()
     heads, rows = (
-        ratio_of_means(getattr(ours, name), getattr(theirs, name), ROUNDED_ONCE)
+        ratio_of_means(getattr(ours, name), getattr(theirs, name), floor)
         for name in ("head_size_square", "row_size_square")
     )
     return rows if rows and (rows.high <= LIMIT or rows.low > WORSE) else heads
@@ -85,7 +86,7 @@ def _square_ratio(ours: Errors, theirs: Errors) -> Interval | None:
 
 def _largest_ratio(ours: Errors, theirs: Errors) -> float:
     """Return the largest ratio of two errors in one head; NaN and Inf are reported elsewhere."""
-    ratios = ours.head_size_square / theirs.head_size_square.clamp(min=ROUNDED_ONCE)
+    ratios = ours.head_size_square / torch.maximum(theirs.head_size_square, theirs.head_rounded_once)
     return ratios[isfinite(ratios)].max().item() if bool(isfinite(ratios).any()) else math.nan
 
 

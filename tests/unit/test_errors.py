@@ -21,7 +21,7 @@ from tiebreak.cases.errors import (
     units_of,
 )
 from tiebreak.cases.scripted import SCRIPTED
-from tiebreak.cases.verdicts import MARGIN_ULPS, BiasVerdict, Interval, interval, judge, quantile
+from tiebreak.cases.verdicts import MARGIN_ULPS, ROUNDED_ONCE, BiasVerdict, Interval, interval, judge, quantile
 from tiebreak.kernels.formats import BF16, FP16, Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.reference import reference
@@ -204,6 +204,15 @@ def test_heads_beside_one_of_nan_have_the_same_bits_as_where_nothing_is_left_out
     heads = [field.name for field in fields(Errors) if field.name.startswith("head_")]
     assert [name for name in heads if not torch.equal(vars(beside)[name][:-1], vars(whole)[name][:-1])] == []
     assert (beside.left_out, beside.elements) == (whole.left_out, whole.elements)
+
+
+def test_an_o_that_is_rounded_once_errs_as_much_as_is_derived_where_terms_cancel() -> None:
+    inputs = _inputs("random_mixed_v")
+    ref = reference(inputs)
+    units = units_of(ref.magnitude, BF16)
+    errors = measure(ref.o.bfloat16().float(), None, inputs, ref, torch.ones_like(ref.o), size_units=units)
+    assert errors.head_size_square.mean().item() == pytest.approx(errors.head_rounded_once.mean().item(), rel=0.05)
+    assert errors.head_rounded_once.mean().item() < ROUNDED_ONCE / 2
 
 
 def test_a_difference_is_paired_head_by_head() -> None:

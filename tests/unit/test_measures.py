@@ -206,7 +206,7 @@ def test_one_head_that_errs_alone_is_the_worst_one() -> None:
     ours[3] *= WORSE + 1.0
     sample: Any = SimpleNamespace(
         errors=SimpleNamespace(head_size_square=ours),
-        plan_errors=SimpleNamespace(head_size_square=plans),
+        plan_errors=SimpleNamespace(head_size_square=plans, head_rounded_once=torch.full((HEADS,), ROUNDED_ONCE)),
         bench=SimpleNamespace(case=SimpleNamespace(normal=True)),
     )
     assert BESIDE_A_PLAN["worst_head"].of(sample) == pytest.approx(WORSE + 1.0)
