@@ -13,6 +13,7 @@ from torch import Tensor
 from tiebreak import plugins
 from tiebreak.cases.bounds import UNDECLARED
 from tiebreak.kernels.inputs import AttentionInputs
+from tiebreak.kernels.kernel import Declaration
 from tiebreak.matrix import checks, experiments, resolver, workbench
 from tiebreak.matrix.identification import settling
 from tiebreak.matrix.identification.asking import threads
@@ -92,9 +93,11 @@ def alike() -> Iterator[Callable[[str], None]]:
             made[key] = make()
         return made[key]
 
-    def of_plan(self: Session, inputs: AttentionInputs, *, gradients: bool = True) -> Any:
-        what = self.kernel.declaration or UNDECLARED, gradients and self.has_gradients
-        return once(what, inputs, lambda: emulated(self, inputs, gradients=gradients))
+    def of_plan(
+        self: Session, inputs: AttentionInputs, plan: Declaration | None = None, *, gradients: bool = True
+    ) -> Any:
+        what = plan or self.kernel.declaration or UNDECLARED, gradients and self.has_gradients
+        return once(what, inputs, lambda: emulated(self, inputs, plan, gradients=gradients))
 
     def of(question: str) -> None:
         if asked != [question]:

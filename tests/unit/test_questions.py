@@ -94,6 +94,22 @@ def sixteens(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None) -
     return scaled_dot_product_attention(q, k, v, attn_mask)
 
 
+def rounded_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1, dtype=torch.float32).to(q.dtype) @ v
+
+
+def zero_far_from_0(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = (q @ k.mT).float() * q.shape[-1] ** -0.5
+    return rounded_scores(q, k, v) * (s.amax(-1, keepdim=True) > -200.0).to(q.dtype)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 6])
+def test_scores_that_are_rounded_far_from_0_are_held_to_their_plan(seed: int) -> None:
+    """At -500 two bf16 numbers are 2 apart, and eager attention errs much more than its first call shows."""
+    assert run(users(rounded_scores), "extremes", heads=16, seed=seed).passes
+    assert run(users(zero_far_from_0), "extremes", heads=16, seed=seed).fails
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_sound_kernels_a_devices_own_and_those_that_are_given_dummies_are_blamed_for_nothing(
     name: str, alike: Callable[[str], None]

@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from tiebreak.cases.verdicts import LOOKS, batches_of
@@ -12,6 +13,7 @@ from tiebreak.matrix.experiment import Cell, Experiment, Kind, SelectionContext
 from tiebreak.matrix.questions import comparison, invariance, shapes, usage
 from tiebreak.matrix.questions.comparison import WithinError, WithoutBias
 from tiebreak.matrix.questions.session import Question, Session
+from tiebreak.matrix.resolver import plan_of
 from tiebreak.matrix.result import Result
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.records import record as records
@@ -30,7 +32,7 @@ class _Asked(Experiment):
         """Return the rule that compares the answers."""
 
     def run(self, cell: Cell, bench: Workbench) -> Result:
-        session = Session(cell, bench.settings.seed, bench.settings.heads)
+        session = Session(cell, bench.settings.seed, bench.settings.heads, partial(plan_of, cell, bench))
         results = self.comparing(session)
         for look in range(LOOKS):
             for session.index in batches_of(look):

@@ -14,15 +14,26 @@ from tiebreak.backends.backend import EMULATION, Backend, to_device
 from tiebreak.cases.bounds import UNDECLARED
 from tiebreak.cases.case import HEADS_PER_BATCH, Draw, Shape
 from tiebreak.cases.verdicts import WAYS, WORSE
+from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.external.call import CONTIGUOUS, Call, Made, Placed, Places
 from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.kernels.external.options import NO_BACKWARD, KernelOptions, convention
 from tiebreak.kernels.formats import FP32, Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
-from tiebreak.kernels.kernel import Blame, CannotRunError, Kernel, NotAskedError, in_one_line, run_backward, run_forward
+from tiebreak.kernels.kernel import (
+    Blame,
+    CannotRunError,
+    Declaration,
+    Kernel,
+    NotAskedError,
+    in_one_line,
+    run_backward,
+    run_forward,
+)
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.questions.comparison import BATCH, HEADS, PARTS, Answers, O, exact, worst_head
 from tiebreak.matrix.trial import failed_trial
+from tiebreak.matrix.workbench import Settled
 
 SHARE = 2  # of the heads of a batch, 1 in so many, where each is called dozens of times
 _DO = 4.0  # of this size P dP leaves fp16 where dO is a thousand times as large
@@ -116,6 +127,7 @@ class Session:
     cell: Cell
     seed: int
     heads: int  # of a batch of large calls
+    settle: Callable[[], Settled]  # what is known of the kernel's plan: few questions ask
     index: int = 0  # of the batch
     refused: dict[str, None] = field(default_factory=dict)  # reasons why calls were left out
     held: list[Placed] = field(default_factory=list)  # arguments of all calls: freed ones would lend their addresses
@@ -263,9 +275,15 @@ class Session:
         """Return the answer of a call on these inputs, by part."""
         return self.place(inputs).answers()
 
-    def emulated(self, inputs: AttentionInputs, *, gradients: bool = True) -> Answers:
-        """Return the answer of an emulation of the kernel's declared plan; without one, of the least accurate plan."""
-        plan = self.kernel.declaration or UNDECLARED
+    @cached_property
+    def followed(self) -> Declaration:
+        """The plan that the kernel declares, or a known one that it follows; else the least accurate one."""
+        name = None if self.kernel.declaration else self.settle().followed
+        return self.kernel.declaration or (UNDECLARED if name is None else parse_declaration(name))
+
+    def emulated(self, inputs: AttentionInputs, plan: Declaration | None = None, *, gradients: bool = True) -> Answers:
+        """Return the answer of an emulation of a plan, the declared one; without one, of the least accurate plan."""
+        plan = plan or self.kernel.declaration or UNDECLARED
         arithmetic, wanted = EMULATION.arithmetic, gradients and self.has_gradients
         output = run_forward(plan, inputs, arithmetic)
         made = replace(output, gradients=run_backward(plan, inputs, output, arithmetic)) if wanted else output

@@ -15,7 +15,7 @@ from tiebreak.kernels.external.call import Call, Places
 from tiebreak.kernels.external.options import AUTOGRAD, split_words
 from tiebreak.kernels.features import CAPPED_BIAS, CAUSAL, GROUPED, HIDDEN_NAN, OWN_ENDS, OWN_SCALE, VALUE_DIM, WINDOW
 from tiebreak.kernels.inputs import AttentionInputs
-from tiebreak.kernels.kernel import CannotRunError
+from tiebreak.kernels.kernel import CannotRunError, Declaration
 from tiebreak.matrix.questions.comparison import BATCH, DQ, Answers, Cut, O, WithinError
 from tiebreak.matrix.questions.log_sum_exp import log_sum_exp
 from tiebreak.matrix.questions.placements import before_nan, expanded, fused, transposed, within_nan
@@ -265,14 +265,20 @@ def _hold(session: Session, results: WithinError, words: str, inputs: AttentionI
 
 
 def compare_with_emulation(
-    session: Session, results: WithinError, words: str, inputs: AttentionInputs, answer: Answers
+    session: Session,
+    results: WithinError,
+    words: str,
+    inputs: AttentionInputs,
+    answer: Answers,
+    plan: Declaration | None = None,
 ) -> None:
-    """Compare an answer with an emulation of the kernel's declared plan; of the least accurate plan if there is none.
+    """Compare an answer with an emulation of a plan, or the declared one; of the least accurate plan if there is none.
 
-    The emulation shows how errors grow with the size, the kernel's first call how large they are (`Session.levels`).
+    The emulation shows how errors grow with the size, the kernel's first call how large they are (`Session.levels`);
+    those of O are as large as a plan's that is given.
     """
-    emulated = session.emulated(inputs, gradients=DQ in answer)
-    results.compare(words, emulated, answer, inputs, levels=session.levels)
+    emulated = session.emulated(inputs, plan, gradients=DQ in answer)
+    results.compare(words, emulated, answer, inputs, levels={**session.levels, **({O: 1.0} if plan else {})})
 
 
 def other_parameters(session: Session, results: WithinError) -> None:
