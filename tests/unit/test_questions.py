@@ -95,12 +95,14 @@ def sixteens(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None) -
 
 
 def rounded_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1, dtype=torch.float32).to(q.dtype) @ v
+    s: Tensor = (q @ k.mT) * q.shape[-1] ** -0.5
+    p = s.softmax(-1, dtype=torch.float32).to(q.dtype)
+    return p @ v
 
 
 def zero_far_from_0(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    s = (q @ k.mT).float() * q.shape[-1] ** -0.5
-    return rounded_scores(q, k, v) * (s.amax(-1, keepdim=True) > -200.0).to(q.dtype)
+    largest: Tensor = (q @ k.mT).amax(-1, keepdim=True) * q.shape[-1] ** -0.5
+    return rounded_scores(q, k, v).where(largest > -200.0, 0.0)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 6])
