@@ -41,7 +41,7 @@ def absent(target: GPUTarget, device: int | str = 0, **parts: object) -> Iterato
 
 
 def count_launch() -> None:
-    """Note that a kernel is run in the place of an absent card."""
+    """Count a launch that is executed here because its card is absent."""
     if Tuning.launches is not None:
         Tuning.launches += 1
 

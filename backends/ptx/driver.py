@@ -1,4 +1,4 @@
-"""A driver for compiled host code: what that launches is executed here, its PTX."""
+"""A driver whose launches are executed here: compiled host code calls it, and it executes the kernels' PTX."""
 
 import ctypes
 import math
@@ -38,7 +38,7 @@ class Compiled(NamedTuple):
 
 
 class Driver:
-    """What compiled host code calls: it has kernels, and executes one that is launched."""
+    """A driver for compiled host code: it holds kernels, and executes those that are launched."""
 
     def __init__(self) -> None:
         """Have no kernel."""

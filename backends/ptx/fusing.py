@@ -1,4 +1,4 @@
-"""What ptxas 12.9 and 13.0 make of packed products on Blackwell's cards, as small kernels show it: fused sums."""
+"""Packed products fused into sums, as ptxas 12.9 and 13.0 fuse them for Blackwell's cards: small kernels show how."""
 
 from collections import Counter
 from collections.abc import Collection, Sequence

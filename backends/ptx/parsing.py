@@ -42,7 +42,7 @@ class Instruction:
 
     @property
     def branches(self) -> bool:
-        """Whether it goes to a label, of several to the one whose number is its last operand."""
+        """True if it jumps to a label; with several labels, its last operand is the number of the one it takes."""
         return self.opcode.startswith(("bra", "brx.idx"))
 
     def __str__(self) -> str:

@@ -3,7 +3,6 @@
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -128,14 +127,7 @@ class TritonCall:
 
 
 def _flat(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return (batch, heads, n, d) as contiguous (batch x heads, n, d) of a type, outside any graph, to be read only."""
-    make = _flattened if tensor.device.type == "cpu" else _flattened.__wrapped__
-    return make(tensor, dtype, tensor._version)
-
-
-@lru_cache(8)  # q, K, V and dO of two calls, since one kernel after the other is given the same: not on a card
-def _flattened(tensor: Tensor, dtype: torch.dtype, version: int) -> Tensor:
-    del version  # which tells whether somebody has written to it
+    """Return (batch, heads, n, d) as contiguous (batch x heads, n, d) of a type, outside any graph."""
     return tensor.detach().to(dtype).flatten(0, 1).contiguous()
 
 

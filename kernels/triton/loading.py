@@ -38,7 +38,7 @@ def is_interpreting() -> bool:
 
 
 class Tuning:
-    """What callers of kernels and what launches these tell one another within this process: configurations, mostly."""
+    """The configurations and the count of launches that callers of kernels and their launcher share in this process."""
 
     chosen = ""  # KERNEL.NAME=VALUE+NAME=VALUE; empty: the first of every kernel
     taken = False  # whether a kernel was launched in the chosen one

@@ -1,4 +1,4 @@
-"""What ptxas 12.9 and 13.0 make of packed sums of products: each row was assembled and disassembled."""
+"""Packed sums are fused as ptxas 12.9 and 13.0 fuse them: each row was assembled and disassembled."""
 
 import pytest
 
