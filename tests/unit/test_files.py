@@ -16,12 +16,13 @@ from msgspec.structs import replace
 
 from tiebreak.backends.backend import CPU
 from tiebreak.backends.interpreter import INTERPRETER
+from tiebreak.cases import runner
 from tiebreak.defects.planted import DEFECTS, twin
 from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.kernels.external.loading import imported
 from tiebreak.programs import check
-from tiebreak.programs.files import backend, export, judge, runner
+from tiebreak.programs.files import backend, export, judge
 from tiebreak.reports import cli
 from tiebreak.reports.calls import MANIFEST, Calls, StoredCall
 from tiebreak.reports.errors import UsageError
@@ -515,7 +516,7 @@ def test_a_planted_defect_fails_by_the_same_checks_and_a_sound_kernel_with_featu
     options = kernel.caller.convention.options
     monkeypatch.setattr(runner, "backward", options.backward if callable(options.backward) else None)
     path = str(answered(questions, tmp_path / "calls", kernel.caller.function, monkeypatch))
-    flags = [word for word in judge.words_of(backend.opened(path), name) if "=" in word]
+    flags = [f"{word}={value}" for word, value in judge.declared_of(backend.opened(path), name).items()]
     in_files = external_kernel(backend.TARGET, flags=[*flags, f"lse={options.lse}"])
     live, files = (
         judged(each, EXPERIMENTS[case], backend=on)
