@@ -216,6 +216,21 @@ def test_the_manifest_has_its_schema(folder: Path) -> None:
     jsonschema.validate(json.loads((folder / MANIFEST).read_bytes()), schema_of("calls"))
 
 
+@pytest.mark.parametrize("spaces", [b"", b" "])
+def test_a_file_of_tensors_is_read_wherever_they_lie_and_never_written_to(tmp_path: Path, spaces: bytes) -> None:
+    path, tensors = tmp_path / "x.safetensors", {"x": torch.arange(5.0), "y": torch.ones(3)}
+    runner.write(path, tensors, {"a": "b"})
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = content[8:end] + spaces
+    path.write_bytes(content := len(header).to_bytes(8, "little") + header + content[end:])
+    read, metadata = runner.read(path)
+    assert metadata == {"a": "b"}
+    assert all(torch.equal(x, tensors[name]) and x.data_ptr() % x.itemsize == 0 for name, x in read.items())
+    read["x"].zero_()
+    assert path.read_bytes() == content
+
+
 def manifest(folder: Path) -> Calls:
     return store.load(folder / MANIFEST, Calls)
 
