@@ -42,10 +42,10 @@ def _spot(threads: Threads, mask: Array, first: Array, count: int, apart: int | 
 
 
 def _load(threads: Threads, mask: Array, first: Array, apart: int | None = None, *, count: str) -> list[Array]:
-    spot, words = _spot(threads, mask, first, int(count), apart), np.zeros((int(count), *threads.shape), np.uint32)
-    for word, loaded in zip(words, np.moveaxis(threads.tensor.load(spot), -1, 0), strict=True):
-        threads.lanes(word)[threads.warps(mask)] = loaded
-    return list(words)
+    spot, warps = _spot(threads, mask, first, int(count), apart), threads.warps(mask)
+    words = np.zeros((int(count), *warps.shape, WARP), np.uint32)
+    words[:, warps] = np.moveaxis(threads.tensor.load(spot), -1, 0)
+    return list(words.reshape(-1, *threads.shape))
 
 
 def _store(threads: Threads, mask: Array, first: Array, *operands: Any, count: str) -> None:
