@@ -17,6 +17,7 @@ from tiebreak.kernels.kernel import Declaration
 from tiebreak.matrix import checks, experiments, resolver, workbench
 from tiebreak.matrix.identification import settling
 from tiebreak.matrix.identification.asking import threads
+from tiebreak.matrix.identification.backward_attribution import backward_pass_of
 from tiebreak.matrix.questions import comparison, session
 from tiebreak.matrix.questions.comparison import exact
 from tiebreak.matrix.questions.session import Session
@@ -87,12 +88,12 @@ def alike() -> Iterator[Callable[[str], None]]:
     before any question, is found once for all whose O and gradients there have the same bits.
     """
     made, asked, emulated = dict[Hashable, Any](), [""], Session.emulated
-    found, find = dict[Hashable, tuple[str, int]](), settling.backward_pass_of
+    found = dict[Hashable, tuple[str, int]]()
 
     def of_gradients(gradients: Gradients, o: Tensor, forward: Declaration, batch: SharedBatch) -> tuple[str, int]:
         key = _numbers(gradients), _digest(o), forward, batch
         if key not in found:
-            found[key] = find(gradients, o, forward, batch)
+            found[key] = backward_pass_of(gradients, o, forward, batch)
         return found[key]
 
     def once(what: Hashable, inputs: AttentionInputs, make: Callable[[], Any]) -> Any:
