@@ -8,6 +8,8 @@ import argparse
 import faulthandler
 import importlib
 import json
+import math
+import mmap
 import os
 import platform
 import struct
@@ -24,8 +26,14 @@ FORMATS = {
     "bf16": ("BF16", torch.bfloat16),
     "fp16": ("F16", torch.float16),
     "fp32": ("F32", torch.float32),
+    "fp64": ("F64", torch.float64),
     "fp8_e4m3": ("F8_E4M3", torch.float8_e4m3fn),
+    "fp8_e5m2": ("F8_E5M2", torch.float8_e5m2),
+    "int8": ("I8", torch.int8),
+    "int16": ("I16", torch.int16),
     "int32": ("I32", torch.int32),
+    "int64": ("I64", torch.int64),
+    "uint8": ("U8", torch.uint8),
     "bool": ("BOOL", torch.bool),
 }
 
@@ -51,11 +59,15 @@ declare: dict[str, Any] = {}
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors of a safetensors file, and its metadata; ValueError: it is none, or is cut short."""
-    content = Path(path).read_bytes()
+    """Return the tensors of a safetensors file, and its metadata; ValueError: it is none, or is cut short.
+
+    A tensor is read as it is used; what is written into it does not reach the file.
+    """
+    with open(path, "rb") as file:
+        content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
     size = struct.unpack("<Q", content[:8])[0] if len(content) >= 8 else len(content)
     try:
-        header = json.loads(content[8 : 8 + size])
+        header = json.loads(bytes(content[8 : 8 + size]))
         tensors, dtypes, data = {}, dict(FORMATS.values()), content[8 + size :]
         metadata = {name: text for name, text in header.pop("__metadata__", {}).items() if isinstance(text, str)}
         if max((entry["data_offsets"][1] for entry in header.values()), default=0) != len(data):
@@ -68,15 +80,13 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, metadata
 
 
-def from_bytes(content: bytes, dtype: torch.dtype, shape: Any) -> Tensor:
-    """Return a tensor of little-endian bytes; ValueError: they are too few or too many."""
-    count = 1
-    for size in shape:
-        count *= size
-    if not all(isinstance(size, int) and size >= 0 for size in shape) or count * dtype.itemsize != len(content):
+def from_bytes(content: bytearray | memoryview, dtype: torch.dtype, shape: Any) -> Tensor:
+    """Return a tensor of little-endian bytes, in their place if it can lie there; ValueError: too few or too many."""
+    whole = all(isinstance(size, int) and size >= 0 for size in shape)
+    if not whole or math.prod(shape) * dtype.itemsize != len(content):
         raise ValueError(f"{len(content)} bytes are no {dtype} of shape {list(shape)}")
-    flat = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
-    return flat.view(dtype).reshape(shape)
+    flat = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+    return (flat.clone() if flat.data_ptr() % dtype.itemsize else flat).view(dtype).reshape(shape)
 
 
 def to_bytes(x: Tensor) -> bytes:
@@ -96,14 +106,19 @@ def write(path: Path, tensors: Any, metadata: dict[str, str]) -> None:
         header[name] = {"dtype": names[x.dtype], "shape": list(x.shape), "data_offsets": offsets}
         at = offsets[1]
     text = json.dumps(header).encode()
-    replace(path, struct.pack("<Q", len(text)) + text + b"".join(contents))
+    text += b" " * (-len(text) % 8)  # so that each tensor lies where its format may
+    replace(path, struct.pack("<Q", len(text)), text, *contents)
 
 
-def replace(path: Path, content: bytes) -> None:
+def replace(path: Path, *contents: bytes) -> None:
     """Write a file, whole or not at all."""
     partial = Path(f"{path}.partial")
-    partial.write_bytes(content)
-    os.replace(partial, path)
+    try:
+        with partial.open("wb") as file:
+            file.writelines(contents)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def inputs(folder: Path, call: dict[str, Any]) -> dict[str, Tensor]:
@@ -112,7 +127,7 @@ def inputs(folder: Path, call: dict[str, Any]) -> dict[str, Tensor]:
         return read(path)[0]
     files = {name: folder / f"{call['id']}.{name}.bin" for name in call["tensors"]}
     kinds = {name: (FORMATS[entry["format"]][1], entry["shape"]) for name, entry in call["tensors"].items()}
-    return {name: from_bytes(path.read_bytes(), *kinds[name]) for name, path in files.items()}
+    return {name: from_bytes(bytearray(path.read_bytes()), *kinds[name]) for name, path in files.items()}
 
 
 def placed(x: Tensor, strides: Any) -> Tensor:
