@@ -20,6 +20,7 @@ from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError, Kernel, first_line
 from tiebreak.kernels.reference import Reference, reference
 from tiebreak.matrix.pairs.through_model import OwnModel, attention, inputs_of, own_model, shown
+from tiebreak.matrix.result import recorded
 from tiebreak.matrix.trial import raised
 from tiebreak.programs.identify import FORMATS
 from tiebreak.programs.pair import kernel_of
@@ -27,7 +28,6 @@ from tiebreak.reports import terminal
 from tiebreak.reports.cli import FAILED, PASSED, Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records.decode import SCHEMA, encode
-from tiebreak.reports.records.record import Estimate
 from tiebreak.reports.tables import grids
 from tiebreak.reports.tables.grids import Grid
 from tiebreak.reports.tables.run import counted
@@ -175,23 +175,19 @@ class Measured:
 
     def as_json(self) -> str:
         """Return all of it: kernels, and heads with the shares of their rows and the bias of each kernel."""
-
-        def bias(name: str, head: int | None = None) -> Estimate:
-            interval = self.interval(name, head)
-            return Estimate.of(interval.mean, interval.half_width)
-
         kept = {name: getattr(self, name) for name in ("name", "calls", "refused", "wrong", "unseen")}
         heads = [
             {
                 **head._asdict(),
                 "rows": {what: share[:, at].mean().item() for what, share in self.rows.items()},
-                "bias": {name: bias(name, at) for name in self.bias},
+                "bias": recorded({name: self.interval(name, at) for name in self.bias}),
                 "verdict": {name: judge(self.interval(name, at)).value for name in self.bias},
             }
             for at, head in enumerate(self.heads)
         ]
         kept["largest"] = max(self.scores)
-        return encode({"schema": SCHEMA, **kept, "bias": {name: bias(name) for name in self.bias}, "heads": heads}, 2)
+        kept["bias"] = recorded({name: self.interval(name) for name in self.bias})
+        return encode({"schema": SCHEMA, **kept, "heads": heads}, 2)
 
     def _verdict(self, kernel: str) -> str:
         found = self.verdicts(kernel)

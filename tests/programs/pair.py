@@ -21,7 +21,7 @@ from tiebreak.kernels.external.kernels import users_kernel
 from tiebreak.kernels.external.loading import EXPECTED
 from tiebreak.kernels.external.options import LoadError, declared_options
 from tiebreak.kernels.formats import BF16, Formats
-from tiebreak.kernels.kernel import Declaration, Kernel, composed
+from tiebreak.kernels.kernel import Kernel, composed
 from tiebreak.matrix.identification.asking import ProbedKernel
 from tiebreak.matrix.identification.candidates import accepted, on_device
 from tiebreak.matrix.identification.identity import identify
@@ -227,16 +227,6 @@ def _of_each(flag: str, text: str | None) -> list[str | None]:
     return [words[0], words[-1]]
 
 
-def _plan_of(target: Target) -> Declaration | None:
-    """Return the plan that a text names; None: it names another thing."""
-    try:
-        return parse_declaration(target) if isinstance(target, str) else None
-    except ValueError as error:
-        if "@" in str(target) and ".py" not in str(target):
-            raise UsageError(f"{target}: {error}") from error
-        return None
-
-
 def kernel_of(
     target: Target, name: str | None, card: str | None, declare: Sequence[str], beside: str | None = None
 ) -> tuple[Backend, Kernel]:
@@ -245,7 +235,12 @@ def kernel_of(
     That is a plan, a kernel of the backend's own, a user's function or an adapter; bad usage if it can't run there. The
     card is the backend's, or that of one beside it.
     """
-    plan = _plan_of(target)
+    plan = None
+    try:
+        plan = parse_declaration(target) if isinstance(target, str) else None
+    except ValueError as error:
+        if "@" in str(target) and ".py" not in str(target):
+            raise UsageError(f"{target}: {error}") from error
     name = name or (CPU if plan is None else EMULATION).name
     names = list(dict.fromkeys([name, beside or name]))
     backend, *others = matching_backends(Selection(backends=",".join(names), card=card))

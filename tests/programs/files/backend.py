@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -166,7 +166,7 @@ class CallFolder:
             raise ValueError("it has no output: run it, or say why not (docs/files.md)")
         try:
             if files[0].suffix == ".safetensors":
-                return _read(files[0], files[0].stat().st_mtime_ns)
+                return runner.read(files[0])
             said = decode(files[0].read_bytes(), dict[str, Any])
         except ValueError as error:
             raise ValueError(f"{files[0].name}: {one_line(str(error))}") from error
@@ -213,12 +213,6 @@ class ElsewhereError(Exception):
 def opened(path: str) -> CallFolder:
     """Read a folder's manifest, once in this process; UsageError: there is none, or it can't be used."""
     return CallFolder(Path(path), store.load(Path(path) / MANIFEST, Calls))
-
-
-@lru_cache(maxsize=4)
-def _read(path: Path, changed: int) -> tuple[dict[str, Tensor], dict[str, str]]:
-    del changed
-    return runner.read(path)
 
 
 class _Current:

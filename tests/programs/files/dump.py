@@ -18,7 +18,7 @@ from msgspec import Meta
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tiebreak.cases.captured import used_part
+from tiebreak.cases.captured import Positive, used_part
 from tiebreak.cases.runner import read
 from tiebreak.kernels.formats import BF16, FP16
 from tiebreak.kernels.inputs import TORCH_DTYPES
@@ -26,6 +26,7 @@ from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate.expected import toml
 from tiebreak.reports.names import first_few
 from tiebreak.reports.records.decode import Count, Data, FieldError
+from tiebreak.reports.tables.run import counted
 
 _PLACES = ("step", "rank", "layer")  # what a pattern may have in braces
 _FILE = re.compile(r"(.+?\.(?:safetensors|npz|npy|pth?|bin))(?::(.+))?")
@@ -38,7 +39,6 @@ _BITS = ("|V2", "<u2")  # numpy's names of numbers of two bytes that are none of
 _SHOWN = 6  # tensors of a file
 
 Tensors = dict[str, Tensor]
-Positive = Annotated[float, Meta(gt=0)]
 Size = Annotated[int, Meta(ge=1, le=2**31)]
 
 
@@ -258,7 +258,7 @@ class _Source:
         word = "cu_seqlens_k" if name in "kv" and self.mapped.cu_seqlens_k is not None else "cu_seqlens_q"
         if (packed := getattr(self.mapped, word)) is None:
             return list(x)
-        begins = self._counts(word, packed)
+        begins = self._index(word, packed).tolist()
         if len(x) > 1:
             raise self._wrong(name, f"packed sequences lie in a batch of 1, not of {len(x)}")
         if begins[0] or begins != sorted(begins) or begins[-1] != x.shape[2]:
@@ -267,13 +267,13 @@ class _Source:
 
     def _keys(self, name: str) -> list[Tensor]:
         """Return K or V of each sequence, by its pages if it has some."""
-        used = None if self.mapped.seqused_k is None else self._counts("seqused_k", self.mapped.seqused_k)
+        used = None if self.mapped.seqused_k is None else self._index("seqused_k", self.mapped.seqused_k).tolist()
         if self.mapped.block_table is None:
             every = self._parts(name)
         else:
-            pool, table = self._laid(name, _POOL), self._index("block_table", self.mapped.block_table)
-            if used is None or table.dim() != 2:
-                raise self._wrong("block_table", "it takes two dimensions, sequences and pages, and seqused_k")
+            pool, table = self._laid(name, _POOL), self._index("block_table", self.mapped.block_table, dimensions=2)
+            if used is None:
+                raise self._wrong("block_table", "it takes seqused_k, the keys of each sequence")
             pages = [row[: -(-n // pool.shape[1])] for row, n in zip(table.tolist(), used, strict=False)]
             if wrong := sorted({page for row in pages for page in row if not 0 <= page < len(pool)}):
                 raise self._wrong("block_table", f"page {wrong[0]}: {name} has {len(pool)} pages")
@@ -281,7 +281,7 @@ class _Source:
         if used is None:
             return every
         room = [x.shape[1] for x in every]
-        if len(used) != len(room) or any(n > most for n, most in zip(used, room, strict=True)):
+        if len(used) != len(room) or any(not 0 <= n <= most for n, most in zip(used, room, strict=True)):
             raise self._wrong("seqused_k", f"{_shown(used)}: {name} has room for {_shown(room)} keys")
         return [x[:, :n] for x, n in zip(every, used, strict=True)]
 
@@ -342,20 +342,15 @@ class _Source:
             raise self._wrong(name, f"it has numbers that are none of {self.mapped.dtype}: the kernel had others")
         return rounded
 
-    def _counts(self, name: str, value: str | Sequence[int]) -> list[int]:
-        x = self._index(name, value)
-        if x.dim() != 1 or not len(x) or x.min() < 0:
-            raise self._wrong(name, f"{list(x.shape)}: expected one dimension, of numbers that are not negative")
-        counts: list[int] = x.tolist()
-        return counts
-
-    def _index(self, name: str, value: Any) -> Tensor:
-        """Return whole numbers that a mapping names or lists."""
+    def _index(self, name: str, value: Any, dimensions: int = 1) -> Tensor:
+        """Return whole numbers that a mapping names or lists, in so many dimensions."""
         if not isinstance(value, str) and len({len(row) for row in value if isinstance(row, tuple)}) > 1:
             raise self._wrong(name, "its rows differ in length")
         x = self._tensor(name, value) if isinstance(value, str) else torch.tensor(value)
         if x.is_floating_point() or x.is_complex() or x.dtype is torch.bool:
             raise self._wrong(name, f"it is {x.dtype}, expected whole numbers")
+        if x.dim() != dimensions or not len(x):
+            raise self._wrong(name, f"{list(x.shape)}: expected {counted(dimensions, 'dimension')} of numbers")
         return x.long()
 
     def _sink(self, text: str, heads: int) -> Tensor:

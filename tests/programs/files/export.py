@@ -33,8 +33,9 @@ from tiebreak.kernels.kernel import Declaration, run_backward, run_forward
 from tiebreak.kernels.triton.roster import DECLARATIONS
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import OneCall
+from tiebreak.matrix.plugin import selection_of
 from tiebreak.matrix.scheduling import cell_id
-from tiebreak.matrix.selection import Selection, cells, check_usable
+from tiebreak.matrix.selection import cells, check_usable
 from tiebreak.programs import check
 from tiebreak.programs.files import backend, dump, own
 from tiebreak.programs.files.backend import DEVICE, FILES, NOT_ASKED, TARGET, Tensors, Values, as_called, stored
@@ -169,17 +170,8 @@ class _Recording(check.Follower):
 
 def _names(folder: Path, given: Mapping[str, str], options: Mapping[str, str]) -> str:
     """Return the cases that files can show: those that are named, or usual ones that such a kernel takes."""
-    selection = Selection(
-        backends=FILES.name,
-        formats=given["dtype"],
-        kernel=(TARGET,),
-        declare=tuple(f"{name}={value}" for name, value in options.items()),
-        card=str(folder),
-        cases=given.get("cases"),
-        captured=given.get("captured"),
-        features=given.get("features"),
-    )
-    every, _ = cells(selection)
+    asked = vars(check.parsed(run_words(folder, given, options), "tiebreak export"))
+    every, _ = cells(selection_of({**asked, "kernel": asked["targets"]}.get))
     check_usable(every)
     named = "cases" in given or "captured" in given
     chosen = [cell for cell in every if (_can_show if named else _is_usual)(cell)]
