@@ -196,8 +196,8 @@ class FaithfulBuilder(InterpreterBuilder):
         boxes, whole, index = access
         shape = len(whole), *shape[1:]
         self._tile(shape)
-        lasting = self.together is not None and self.together.only_reads(boxes)
-        picked = (boxes.seen if lasting else boxes.read)(boxes.holder.elements(dtype.itemsize))
+        lasting = self.together is not None and not self.together.follows(boxes)
+        picked = boxes.read(boxes.holder.elements(dtype.itemsize), lasting=lasting)
         if picked.size == math.prod(shape):
             return TensorHandle(picked.reshape(shape).view(dtype), element)
         tile = np.array(np.broadcast_to(fill, shape))
@@ -208,8 +208,11 @@ class FaithfulBuilder(InterpreterBuilder):
         data = bits(value.data)
         if (access := self._access(ptrs, mask, data.itemsize, len(data), writes=True)) is not None:
             boxes, whole, index = access
-            data = spread(data, (len(whole), *_shape(ptrs)[1:]))
-            boxes.write(boxes.holder.elements(data.itemsize), data[index])
+            data = spread(data, (len(whole), *_shape(ptrs)[1:]))[index]
+            if self.together is None or self.together.follows(boxes):
+                boxes.write(boxes.holder.elements(boxes.size), data)
+            else:
+                self.together.stores.append((boxes, data))
 
     def _access(
         self, ptrs: Handle, mask: Any, size: int, programs: int, *, writes: bool = False, atomic: bool = False

@@ -47,32 +47,45 @@ class Boxes:
     shape: Shape = ()
     strides: Shape = ()  # in elements
 
-    def read(self, elements: Array) -> Array:
-        """Return the contents of the boxes, (boxes, *shape), from the storage's elements."""
-        boxes: Array = self._window(elements)[self.starts - self.starts.min()]
-        return boxes
+    def read(self, elements: Array, *, lasting: bool = False) -> Array:
+        """Return the contents of the boxes, (boxes, *shape), from the storage's elements.
 
-    def seen(self, elements: Array) -> Array:
-        """Return the same without a copy, to be read only, where the boxes are equally far apart."""
-        steps = self.starts[1:] - self.starts[:-1]
-        if self.starts.ndim != 1 or (steps != steps[:1]).any():
-            return self.read(elements)
-        strides = (int(steps[0]) if len(steps) else 0, *self.strides)
-        size, first = elements.itemsize, int(self.starts[0])
-        strides = tuple(stride * size for stride in strides)
-        boxes = np.ndarray((len(self.starts), *self.shape), elements.dtype, elements, first * size, strides)
-        boxes.flags.writeable = False
+        Where they are `lasting`, boxes that are equally far apart are not copied, and are to be read only.
+        """
+        step = self._step()
+        if step is None or not lasting:
+            boxes: Array = self._window(elements, 1)[self.starts - self.starts.min()]
+        else:
+            boxes = self._window(elements, step)
+            boxes.flags.writeable = False
         return boxes
 
     def write(self, elements: Array, values: Array) -> None:
         """Fill the boxes, one after the other."""
-        self._window(elements)[self.starts - self.starts.min()] = values
+        step = self._step()
+        if step is not None and step > self._reach:
+            self._window(elements, step)[...] = values
+        else:
+            self._window(elements, 1)[self.starts - self.starts.min()] = values
 
-    def _window(self, elements: Array) -> Array:
-        """Return a view with a box at each element between the first box and the last."""
+    @property
+    def _reach(self) -> int:
+        """How far behind its first element the last element of a box lies."""
+        return sum(stride * (length - 1) for stride, length in zip(self.strides, self.shape, strict=True))
+
+    def _step(self) -> int | None:
+        """Return how far a box starts behind the one before it; None if one starts before it, or not as far."""
+        steps = self.starts[1:] - self.starts[:-1]
+        if not len(steps):
+            return self._reach + 1
+        return int(steps[0]) if steps[0] >= 0 and (steps == steps[0]).all() else None
+
+    def _window(self, elements: Array, step: int) -> Array:
+        """Return a view with a box at every `step` elements from the first box to the last; at none, the same again."""
         low, high = int(self.starts.min()), int(self.starts.max())
-        strides = tuple(stride * elements.itemsize for stride in (1, *self.strides))
-        return np.ndarray((high - low + 1, *self.shape), elements.dtype, elements, low * elements.itemsize, strides)
+        strides = tuple(stride * elements.itemsize for stride in (step, *self.strides))
+        count = (high - low) // step + 1 if step else len(self.starts)
+        return np.ndarray((count, *self.shape), elements.dtype, elements, low * elements.itemsize, strides)
 
     @property
     def overlap(self) -> bool:
@@ -157,7 +170,8 @@ class KernelMemory:
         if (starts % size).any():
             return None
         boxes = Boxes(holder, size, starts // size, lengths, tuple(stride // size for stride in strides))
-        return boxes, whole, (*np.nonzero(whole), *part)
+        leading = (slice(None),) if axis == 1 and whole.all() else np.nonzero(whole)
+        return boxes, whole, (*leading, *part)
 
     def check(self, addresses: Array, mask: Array, size: int, name: str | None, verb: str) -> None:
         """Refuse an access outside the storage of the argument that a pointer comes from.

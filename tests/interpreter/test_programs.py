@@ -114,6 +114,13 @@ def _passed_on(X: Any, Y: Any, P: Any, n: Any, N: tl.constexpr) -> None:
     tl.store(Y + (tl.program_id(0) + 1) * N + at, x + tl.load(X + at))
 
 
+def _ahead(X: Any, Y: Any, P: Any, n: Any, N: tl.constexpr) -> None:
+    """Each program reads a row that the one behind it writes to later."""
+    at = Y + tl.program_id(0) * N + tl.arange(0, N)
+    tl.store(at, tl.program_id(0))
+    tl.store(X + tl.program_id(0) * N + tl.arange(0, N), tl.load(at + N))
+
+
 def _beside(X: Any, Y: Any, P: Any, n: Any, N: tl.constexpr) -> None:
     """Each program writes its row, and then half of the next one's, which that one writes over."""
     for step in range(2):
@@ -154,7 +161,7 @@ def _printing(X: Any, Y: Any, P: Any, n: Any, N: tl.constexpr) -> None:
 
 Function = Callable[..., None]
 TOGETHER = [_rows, _loops, _pages, _tiles, _described, _in_place, _swapped, _same_place, _added]
-APART = [_passed_on, _beside, _crossing, _locked, _counted, _tallied, _printing]
+APART = [_passed_on, _ahead, _beside, _crossing, _locked, _counted, _tallied, _printing]
 
 
 def _launched(
@@ -176,7 +183,7 @@ def _launched(
         if plain:
             patch.setattr(Tape, "play", lambda *_: False)
         triton.jit(function)[(PROGRAMS,)](x, y, table, PROGRAMS * 4 - 3, N=N)
-    return [y, table, ran[0]]
+    return [x, y, table, ran[0]]
 
 
 @pytest.mark.parametrize("card", ["exact", "sm_80"])
