@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tiebreak.backends.interpreter.memory import ANYWHERE, Boxes, Shape
+from tiebreak.backends.interpreter.memory import EVERYWHERE, Boxes, Shape
 from tiebreak.backends.interpreter.numbers import Array
 
 _MOST_AT_ONCE = 2**20  # elements of a tile, of all programs that run together
@@ -85,10 +85,6 @@ class Together:
             self.fit = max(1, _MOST_AT_ONCE // size)
             raise PartingError(np.split(np.arange(programs), range(self.fit, programs, self.fit)))
 
-    def follows(self, boxes: Boxes) -> bool:
-        """Return whether a storage is both read and written to, so that each access is made at once."""
-        return boxes.holder.start in self.followed
-
     def touch(self, boxes: Boxes, programs: tuple[Array, Array], *, writes: bool, atomic: bool = False) -> None:
         """Record an access.
 
@@ -98,8 +94,8 @@ class Together:
             writes: whether it is written to.
             atomic: whether it is read at once with that.
         """
-        address, (first, last) = boxes.holder.start, programs
-        if boxes.holder.name == ANYWHERE:
+        address, size, (first, last) = boxes.holder.memory, boxes.holder.end - boxes.holder.start, programs
+        if boxes.holder is EVERYWHERE:
             raise ApartError("it isn't known what is touched")
         kind = "atomic" if atomic else "writes" if writes else "reads"
         if address not in self.followed:
@@ -111,13 +107,13 @@ class Together:
         if atomic or (writes and address in self.followed):
             self._once = True
             if address not in self._before:
-                self._before[address] = ctypes.string_at(address, boxes.holder.end - address)
+                self._before[address] = ctypes.string_at(address, size)
         each, (unit, touched) = boxes.size * boxes.unit, self._last.get(address, (0, np.full(1, -1, np.int32)))
         common = math.gcd(each, unit)  # bytes
         if common % boxes.size:
             raise ApartError("its elements have two sizes")
         if common != unit:
-            length = -(-(boxes.holder.end - address) // common)
+            length = -(-size // common)
             touched = np.repeat(touched, unit // common if unit else length)[:length]
             self._last[address] = common, touched
         boxes = boxes.coarse(common // boxes.size)
