@@ -211,10 +211,11 @@ class FaithfulBuilder(InterpreterBuilder):
 
         Boxes are tiles, or their rows, or elements. The access by these programs is recorded.
         """
-        made, asked = ptrs.attr.setdefault("accesses", {}), (size, programs, writes, atomic)
-        if (id(mask), asked) not in made:  # a tape may have kept the pointers; they keep the mask, and so its id
-            made[id(mask), asked] = mask, self._boxes(ptrs, mask, *asked)
-        _, access = made[id(mask), asked]
+        asked = size, programs, writes, atomic
+        mask_before, asked_before, access = ptrs.attr.get("access", (None, None, None))
+        if mask_before is not mask or asked_before != asked:  # else a tape has kept the pointers and the mask
+            access = self._boxes(ptrs, mask, *asked)
+            ptrs.attr["access"] = mask, asked, access
         if access is None:
             return None
         boxes, whole, index = access
@@ -229,7 +230,7 @@ class FaithfulBuilder(InterpreterBuilder):
         return boxes, whole, index
 
     def _boxes(self, ptrs: Handle, mask: Any, size: int, programs: int, writes: bool, atomic: bool) -> Any:
-        """Return what `_access` does."""
+        """Return what `_access` does, which follows from the addresses and the mask."""
         shape = _shape(ptrs)
         shown = np.ones((1,) * len(shape), bool)
         if mask is not None:
