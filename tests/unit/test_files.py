@@ -59,6 +59,12 @@ def no_scale(q, k, v, *, causal=False, scale=None):
     return plain(q, k, v, causal=causal, scale=1.0)
 
 
+def not_causal(q, k, v, *, causal=False, scale=None):
+    if causal:
+        raise ValueError("causal")
+    return plain(q, k, v, scale=scale)
+
+
 def noisy(q, k, v, *, causal=False, scale=None):
     o, lse = plain(q, k, v, causal=causal, scale=scale)
     return o * (1 + 0.01 * torch.randn(())), lse
@@ -389,6 +395,38 @@ def test_a_call_that_hangs_or_ends_the_process_is_told_and_the_others_are_answer
     assert "more than 2 s" in said[second]["raised"]
     assert not any("raised" in said[at] for at in (third, *others))
     assert json.loads((folder / "device.json").read_text())["torch"] == torch.__version__
+
+
+def test_a_kernel_that_cannot_be_loaded_answers_nothing_and_calls_that_raised_are_run_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    calls = shutil.copytree(folder, tmp_path / "calls")
+    exported = sorted(calls.iterdir())
+    (tmp_path / "kernels.py").write_text(KERNEL)
+    (tmp_path / "dies.py").write_text("__import__('os')._exit(7)")
+
+    monkeypatch.chdir(tmp_path)
+
+    def said_by(kernel: str) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "argv", ["run.py", "calls", "--kernel", kernel])
+        runner.main()
+        return capfd.readouterr()
+
+    for kernel, why in {"none.py": "No such file", "kernels.py": "'attention'", "dies.py": "ended (7)"}.items():
+        with pytest.raises(SystemExit, match=r"^2$"):
+            said_by(kernel)
+        out, err = capfd.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        assert kernel in err
+        assert why in err
+        assert sorted(calls.iterdir()) == exported
+    causal = sum(call.values["causal"] for call in manifest(folder).calls)
+    every = len(manifest(folder).calls)
+    assert (
+        f"calls: {every - causal} calls answered, 0 refused, {causal} raised, " in said_by("kernels.py:not_causal")[0]
+    )
+    _bytes(OUT, lambda content: content[:9])(calls)
+    assert f"calls: {every} calls answered, 0 refused, 0 raised\n" in said_by("kernels.py:plain")[0]
 
 
 def test_raw_files_have_the_verdict_of_the_others(
