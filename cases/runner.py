@@ -63,14 +63,14 @@ declare: dict[str, Any] = {}
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors of a safetensors file, and its metadata; ValueError: it is none, or is cut short.
+    """Return the tensors of a safetensors file, and its metadata; ValueError: it is none, or is cut off.
 
     A tensor is read as it is used; what is written into it does not reach the file.
     """
-    with open(path, "rb") as file:
-        content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
-    size = struct.unpack("<Q", content[:8])[0] if len(content) >= 8 else len(content)
     try:
+        with open(path, "rb") as file:
+            content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+        size = struct.unpack("<Q", content[:8])[0] if len(content) >= 8 else len(content)
         header = json.loads(bytes(content[8 : 8 + size]))
         tensors, dtypes, data = {}, dict(FORMATS.values()), content[8 + size :]
         metadata = {name: text for name, text in header.pop("__metadata__", {}).items() if isinstance(text, str)}
@@ -79,8 +79,10 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         for name, entry in header.items():
             begin, end = entry["data_offsets"]
             tensors[name] = from_bytes(data[begin:end], dtypes[entry["dtype"]], entry["shape"])
-    except (AttributeError, IndexError, KeyError, TypeError, RecursionError, RuntimeError, UnicodeError) as error:
-        raise ValueError(f"no safetensors file of these formats ({type(error).__name__}: {error})") from error
+    except (AttributeError, LookupError, TypeError, RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"cut off or no safetensors file of these formats ({type(error).__name__}: {error})"
+        ) from error
     return tensors, metadata
 
 

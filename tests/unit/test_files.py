@@ -343,6 +343,11 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "device.json is no JSON": lambda folder: runner.replace(folder / "device.json", b"H200"),
 }
 
+UNREADABLE = {
+    *("empty", "four bytes", "half", "one byte short", "one byte more", "header alone", "a huge header", "text"),
+    *("metadata is null", "inputs cut short"),
+}
+
 
 def code_of(folder: Path, out: Path, *words: str) -> int:
     """Return the exit code of the command, an error of usage being 2."""
@@ -363,6 +368,7 @@ def test_no_damage_passes(good: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         assert said.out.startswith("FAIL")
     else:
         assert str(tmp_path / "calls") in said.out + said.err
+    assert ("cut off or no safetensors file" in said.out + said.err) == (name in UNREADABLE)
 
 
 @pytest.mark.parametrize("what", ["NaN", "zeros", "raised"])
