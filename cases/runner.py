@@ -92,7 +92,9 @@ def from_bytes(content: bytearray | memoryview, dtype: torch.dtype, shape: Any) 
     if not whole or math.prod(shape) * dtype.itemsize != len(content):
         raise ValueError(f"{len(content)} bytes are no {dtype} of shape {list(shape)}")
     flat = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
-    return (flat.clone() if flat.data_ptr() % dtype.itemsize else flat).view(dtype).reshape(shape)
+    if flat.data_ptr() % dtype.itemsize:  # of a header that is not padded: a copy lies where it may
+        flat = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    return flat.view(dtype).reshape(shape)
 
 
 def to_bytes(x: Tensor) -> bytes:
