@@ -11,25 +11,26 @@ SmolLM2-135M-Instruct (Hugging Face, Apache-2.0), the head of 342 that plain fla
 ARGS=--write` makes it.
 """
 
-import math
 import re
+import sys
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
 from tiebreak.cases.case import Case, Draw, FixedHeads
 from tiebreak.cases.errors import Errors, by_key_head, in_units, signed_error_ulps, units_of
+from tiebreak.cases.runner import read
 from tiebreak.cases.scripted import SEEN
 from tiebreak.kernels.formats import BF16, FP16, FP32, Format, Formats
-from tiebreak.kernels.inputs import AttentionInputs
+from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.kernels.reference import Reference
 
 CANCELLED = 0.25  # an element below this share of sum P |V| is left out: it has cancelled
@@ -40,14 +41,29 @@ TRAINED, TEXTS = Path(__file__).with_name("trained.npz"), 16
 FILE = re.compile(r"inputs-([0-9]+)(-rank([0-9]+))?(-sequence([0-9]+))?\.safetensors")
 _KEY = re.compile(r"layer([0-9]+)\.(?:q|k|v|do)")
 _PARTS = ("q", "k", "v", "do")
-_ORDERS = ("bhnd", "bnhd", "bhdn")  # in memory, of b batch, h heads, n tokens, d
-_FORMATS = {"BF16": BF16, "F16": FP16, "F32": FP32}  # as files call them
+_FORMATS = {dtype: fmt for fmt, dtype in TORCH_DTYPES.items()}
 _SCORES = 2**22  # of a case, at most: a worker then stays within 1.5 GiB (measured: 256 heads, 1,024 keys, d = 128)
 _FEWEST_ROWS = 32  # a case of very many heads gives up heads rather than more rows
+
+Positive = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
+_T = TypeVar("_T")
 
 
 class CapturedError(ValueError):
     """A folder or a file of captured tensors that can't be used; one line that names it and the key."""
+
+
+class _Words(msgspec.Struct, frozen=True):
+    """The metadata of a layer: the file's, unless it has its own."""
+
+    causal: bool
+    scale: Positive | None = None  # of the scores; None: 1/sqrt(d)
+    window: Annotated[int, msgspec.Meta(ge=1)] | None = None  # keys that a row sees, its own among them; None: all
+    softcap: Positive | None = None  # of the scores; None: there is none
+    forward: bool = False  # whether it is of a forward pass alone, without dO
+    made: bool = False  # whether nothing in it is taken for a mistake of its writer
+    order: Literal["bhnd", "bnhd", "bhdn"] = "bhnd"  # in memory, of b batch, h heads, n tokens, d
+    cut: str | None = None  # what of the call is not used; None: who wrote the file does not say
 
 
 @dataclass(frozen=True)
@@ -56,48 +72,33 @@ class _Layer:
 
     path: Path
     number: str  # as the file's keys write it
-    causal: bool
-    scale: float | None  # of the scores; None: 1/sqrt(d)
+    words: _Words
     fmt: Format  # that the tensors are in
     groups: int  # query heads per key head
-    entries: int  # of the batch used, the first
-    heads: int  # query heads used of each, the first
-    rows: int  # queries of each used, the first
-    keys: int  # keys used, the first: all that these queries see
-    made: bool = False  # whether nothing in it is taken for a mistake of its writer
-    padded: bool = False  # whether it says which keys take part
-    forward: bool = False  # whether it is of a forward pass alone, without dO
-    cut: str = ""  # what of the call is not used
-    order: str = "bhnd"  # of the dimensions in memory, as a kernel gets them
-    left: int | None = None  # keys that a row sees before its own; None: all
-    softcap: float = 0.0  # of the scores; 0: none
-    sink: bool = False  # whether it has a logit a head
-
-    def key(self, part: str) -> str:
-        """Return the file's key of q, k, v or do."""
-        return f"layer{self.number}.{part}"
+    used: tuple[int, int, int, int]  # the first entries of the batch, query heads of each, queries, keys
 
     def part(self, batch: int, heads: int) -> tuple[slice, slice]:
         """Return the entries and their key heads that batch `batch` has, about `heads` query heads; past the last none.
 
         Entries stay whole; one of more heads than that is cut into parts, of whole groups.
         """
-        key_heads = self.heads // self.groups
+        every = self.used[1]
+        key_heads = every // self.groups
         size = max(1, min(heads // self.groups, key_heads))
-        entries = max(1, heads // self.heads)
+        entries = max(1, heads // every)
         entry, part = divmod(batch, -(-key_heads // size))
         return slice(entry * entries, (entry + 1) * entries), slice(part * size, (part + 1) * size)
 
     def has_batch(self, batch: int, heads: int) -> bool:
         """Return whether there is a batch of this index."""
-        return bool(self.part(batch, heads)[0].start < self.entries)
+        return bool(self.part(batch, heads)[0].start < self.used[0])
 
 
 def captured_cases(folder: Path) -> tuple[Case, ...]:
     """Return a case for every layer in a folder of captured tensors, by step, rank and layer; reads headers.
 
     Files are `inputs-STEP.safetensors`, perhaps with `-rankR`, `-sequenceS` behind STEP; others are ignored.
-    CapturedError: no such folder or file, an unreadable one, layers that are no call of attention, no safetensors.
+    CapturedError: no such folder or file, an unreadable one, layers that are no call of attention.
     """
     if not folder.is_dir():
         raise CapturedError(f"--captured {folder}: no such folder")
@@ -142,9 +143,9 @@ def _with_rows(errors: Errors, output: Tensor, inputs: AttentionInputs, ref: Ref
 def _case(layer: _Layer, name: re.Match[str], folder: Path) -> Case:
     more = "".join(f".{word}={name[at]}" for word, at in (("rank", 3), ("sequence", 5)) if name[at] is not None)
     fixed_heads = FixedHeads(
-        heads=layer.entries * layer.heads,
+        heads=layer.used[0] * layer.used[1],
         has_batch=layer.has_batch,
-        cut=layer.cut,
+        cut=layer.words.cut or "",
         formats=(BF16, FP16) if layer.fmt == FP32 else (layer.fmt,),
         options=("--captured", str(folder)),
         checksum=partial(_checksum, layer),
@@ -156,109 +157,82 @@ def _case(layer: _Layer, name: re.Match[str], folder: Path) -> Case:
         layer.path.name,
         partial(_inputs, layer=layer),
         failure=True,
-        gradients=not layer.forward,
-        chaotic=layer.made,
+        gradients=not layer.words.forward,
+        chaotic=layer.words.made,
         fixed_heads=fixed_heads,
         group="captured from training runs",
     )
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors of a file, which are read as they are used, and its metadata."""
     try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError as error:
-        raise CapturedError("--captured reads safetensors files: pip install safetensors") from error
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except (OSError, SafetensorError) as error:
+        return read(path)
+    except (OSError, ValueError) as error:
         raise CapturedError(f"{path}: cannot be read as safetensors: {error}") from error
 
 
+def _of_layer(whole: Mapping[str, _T], number: str) -> dict[str, _T]:
+    """Return what a file has of one layer, by the names behind the layer's."""
+    prefix = f"layer{number}."
+    return {name.removeprefix(prefix): x for name, x in whole.items() if name.startswith(prefix)}
+
+
 def _layers(path: Path) -> list[_Layer]:
-    with _opened(path) as file:
-        numbers = {match[1] for key in list(file.keys()) if (match := _KEY.fullmatch(key))}
-        if not numbers:
-            raise CapturedError(f"{path}: no layers; expected keys such as layer0.q")
-        return [_layer(path, file, number) for number in sorted(numbers, key=int)]
+    tensors, words = _read(path)
+    numbers = {match[1] for key in tensors if (match := _KEY.fullmatch(key))}
+    if not numbers:
+        raise CapturedError(f"{path}: no layers; expected keys such as layer0.q")
+    return [
+        _layer(path, number, _of_layer(tensors, number), words | _of_layer(words, number))
+        for number in sorted(numbers, key=int)
+    ]
 
 
-def _layer(path: Path, file: Any, number: str) -> _Layer:
+def _layer(path: Path, number: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> _Layer:
     """Return a layer of a file, by its metadata and the shapes of its tensors; CapturedError: they are wrong."""
-    words: dict[str, str] = file.metadata() or {}
-    words |= {word.removeprefix(f"layer{number}."): text for word, text in words.items()}
-    keys_of = {part: f"layer{number}.{part}" for part in (*_PARTS, "key_padding", "sink")}
-    causal, alpha = words.get("causal", "missing"), _positive(path, words, "scale", "1/sqrt(d)")
-    if causal not in {"true", "false"}:
-        raise CapturedError(f"{path}: metadata causal is {causal}; expected true or false")
-    left, softcap = _positive(path, words, "window", "all keys"), _positive(path, words, "softcap", "no soft cap")
-    has, forward = set(file.keys()), words.get("forward") == "true"
-    parts = _PARTS[:-1] if forward else _PARTS
-    if missing := sorted({keys_of[part] for part in parts} - has):
-        raise CapturedError(f"{path}: {', '.join(missing)} is missing")
-    slices = {part: file.get_slice(keys_of[part]) for part in parts}
-    fmt = _format(path, {keys_of[part]: tensor.get_dtype() for part, tensor in slices.items()})
-    shapes = {part: tuple(tensor.get_shape()) for part, tensor in slices.items()}
-    made = words.get("made") == "true"
-    _check_shapes(path, number, causal == "true" and not made, shapes)
-    (batch, heads, queries, _), (_, key_heads, keys, _) = shapes["q"], shapes["k"]
-    groups, padding = heads // key_heads, keys_of["key_padding"]
-    padded = padding in has
-    if padded and (shape := file.get_slice(padding).get_shape()) not in ([keys], [batch, keys]):
-        raise CapturedError(f"{path}: {padding} {shape}; expected [{keys}] or [{batch}, {keys}], a number a key")
-    sink = keys_of["sink"] in has
-    if sink and (shape := file.get_slice(keys_of["sink"]).get_shape()) != [heads]:
-        raise CapturedError(f"{path}: {keys_of['sink']} {shape}; expected [{heads}], a number a head")
-    fields = path, number, causal == "true", alpha, fmt, groups
-    if not made:
-        part, cut = used_part(batch, heads, groups, queries=queries, keys=keys, causal=causal == "true")
-        window = None if left is None else int(left) - 1
-        cut = words.get("cut", cut)  # by who wrote the file
-        return _Layer(
-            *fields, *part, padded=padded, forward=forward, cut=cut, left=window, softcap=softcap or 0.0, sink=sink
-        )
-    order = words.get("order", _ORDERS[0])
-    if order not in _ORDERS:
-        raise CapturedError(f"{path}: metadata layer{number}.order is {order}; expected one of {', '.join(_ORDERS)}")
-    return _Layer(
-        *fields, batch, heads, queries, keys, made, padded, forward, order=order
-    )  # small, and all of it matters
-
-
-def _format(path: Path, dtypes: Mapping[str, str]) -> Format:
-    """Return the format of a layer. Training may leave dO in fp32: it is rounded like any fp32 tensor."""
-    ours, *others, do = [*dtypes.values(), "F32"][:4]
-    if ours not in _FORMATS or set(others) != {ours} or do not in {ours, "F32"}:
-        shown = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
-        raise CapturedError(f"{path}: {shown}; expected one of {', '.join(_FORMATS)} for all four, or F32 for do alone")
-    return _FORMATS[ours]
-
-
-def _check_shapes(path: Path, number: str, causal: bool, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    shown = ", ".join(f"layer{number}.{part} {shape}" for part, shape in shapes.items())
-    if any(len(shape) != 4 or 0 in shape for shape in shapes.values()):
-        raise CapturedError(f"{path}: {shown}; expected (batch, heads, tokens, d), none of them 0")
-    # The inputs' own check, on tensors without data.
-    q, k, v, *do = (torch.empty(shape, device="meta") for shape in shapes.values())
     try:
-        AttentionInputs(q, k, v, do[0] if do else q.new_empty(*q.shape[:3], v.shape[3]), Formats.of(BF16))
+        words = msgspec.convert(metadata, _Words, strict=False)
+    except msgspec.ValidationError as error:
+        raise CapturedError(f"{path}: metadata of layer{number}: {error}") from error
+    parts = _PARTS[:-1] if words.forward else _PARTS
+    if missing := [f"layer{number}.{part}" for part in parts if part not in tensors]:
+        raise CapturedError(f"{path}: {', '.join(missing)} is missing")
+    named = {f"layer{number}.{part}": tensors[part] for part in parts}
+    fmt = _format(path, named, causal=words.causal and not words.made)
+    (batch, heads, queries, _), (key_heads, keys) = tensors["q"].shape, tensors["k"].shape[1:3]
+    others = {"key_padding": ([[keys], [batch, keys]], "a number a key"), "sink": ([[heads]], "a number a head")}
+    for name, (allowed, what) in others.items():
+        if name in tensors and (shape := list(tensors[name].shape)) not in allowed:
+            expected = " or ".join(map(str, allowed))
+            raise CapturedError(f"{path}: layer{number}.{name} {shape}; expected {expected}, {what}")
+    groups = heads // key_heads
+    used, cut = (batch, heads, queries, keys), ""
+    if not words.made:  # else it is small, and all of it matters
+        used, cut = used_part(batch, heads, groups, queries=queries, keys=keys, causal=words.causal)
+    words = msgspec.structs.replace(words, cut=cut) if words.cut is None else words
+    return _Layer(path, number, words, fmt, groups, used)
+
+
+def _format(path: Path, tensors: Mapping[str, Tensor], *, causal: bool) -> Format:
+    """Return the format of a layer's tensors by their keys; CapturedError: they are no call of attention.
+
+    Training may leave dO in fp32: it is rounded like any fp32 tensor.
+    """
+    (q, k, v, *do), shown = tensors.values(), ", ".join(f"{name} {tuple(x.shape)}" for name, x in tensors.items())
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in _FORMATS or {x.dtype for x in do} - {q.dtype, torch.float32}:
+        dtypes = ", ".join(f"{name} {str(x.dtype).removeprefix('torch.')}" for name, x in tensors.items())
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _FORMATS)
+        raise CapturedError(f"{path}: {dtypes}; expected one of {known} for all four, or float32 for do alone")
+    if any(x.dim() != 4 or 0 in x.shape for x in tensors.values()):
+        raise CapturedError(f"{path}: {shown}; expected (batch, heads, tokens, d), none of them 0")
+    try:  # the inputs' own check
+        AttentionInputs(q, k, v, do[0] if do else q.new_empty(1).expand(*q.shape[:3], v.shape[3]), Formats.of(BF16))
     except ValueError as error:
         raise CapturedError(f"{path}: {shown}: {error}") from error
     if causal and q.shape[2] > k.shape[2]:
         raise CapturedError(f"{path}: {shown}: a causal mask leaves the first of more queries than keys without a key")
-
-
-def _positive(path: Path, words: Mapping[str, str], name: str, otherwise: str) -> float | None:
-    """Return a positive number of a file's metadata; None: it has none."""
-    value = math.nan
-    with suppress(ValueError):
-        value = float(words.get(name, "nan"))
-    if name in words and not 0 < value < math.inf:
-        raise CapturedError(
-            f"{path}: metadata {name} is {words[name]}; expected a positive number, or none for {otherwise}"
-        )
-    return value if name in words else None
+    return _FORMATS[q.dtype]
 
 
 def used_part(
@@ -286,72 +260,71 @@ def used_part(
 
 
 @lru_cache(maxsize=1)  # the cells of one case follow each other on a worker
-def _load(layer: _Layer) -> tuple[dict[str, Tensor], Tensor | None, Tensor | None]:
-    """Return the used part of q, k, v and dO, in fp32, which keys count, bool (batch, keys), and sinks (heads,)."""
-    with _opened(layer.path) as file:
-        tensors = {}
-        for part in _PARTS[:-1] if layer.forward else _PARTS:
-            of_q = part in {"q", "do"}
-            rows, heads = (layer.rows, layer.heads) if of_q else (layer.keys, layer.heads // layer.groups)
-            tensors[part] = file.get_slice(layer.key(part))[: layer.entries, :heads, :rows].float()
-        if layer.forward:  # nothing is asked of its gradients
-            tensors["do"] = torch.ones(*tensors["q"].shape[:3], tensors["v"].shape[3])
-        sink = file.get_tensor(layer.key("sink")).float()[: layer.heads] if layer.sink else None
-        if not layer.padded:
-            return tensors, None, sink
-        padding = file.get_tensor(layer.key("key_padding")).bool()[..., : layer.keys]
-        return tensors, padding.expand(layer.entries, -1) if padding.dim() == 1 else padding[: layer.entries], sink
+def _load(layer: _Layer) -> dict[str, Tensor]:
+    """Return the used part of q, k, v and dO, in fp32, and perhaps of key_padding, bool (batch, keys), and sink."""
+    held, (entries, heads, rows, keys) = _of_layer(_read(layer.path)[0], layer.number), layer.used
+    sizes = {"q": (heads, rows), "do": (heads, rows)}
+    tensors = {}
+    for part in _PARTS[:-1] if layer.words.forward else _PARTS:
+        own, n = sizes.get(part, (heads // layer.groups, keys))
+        tensors[part] = held[part][:entries, :own, :n].to(torch.float32, copy=True)
+    if layer.words.forward:  # nothing is asked of its gradients
+        tensors["do"] = torch.ones(*tensors["q"].shape[:3], tensors["v"].shape[3])
+    if (padding := held.get("key_padding")) is not None:
+        every = padding.expand(entries, -1) if padding.dim() == 1 else padding[:entries]
+        tensors["key_padding"] = every[:, :keys].bool()
+    if "sink" in held:
+        tensors["sink"] = held["sink"][:heads].to(torch.float32, copy=True)
+    return tensors
 
 
 @lru_cache(maxsize=1)
 def _checksum(layer: _Layer) -> int:
-    """Return the CRC-32 of the used part, 0 where the file is gone or cannot be read any more."""
+    """Return the CRC-32 of the used part, 0 where the file is gone, cannot be read any more or lacks it."""
     try:
-        tensors, padding, sink = _load(layer)
-    except CapturedError:
+        tensors, words = _load(layer), layer.words
+    except (CapturedError, KeyError):
         return 0
-    more = {name: x for name, x in (("key_padding", padding), ("sink", sink)) if x is not None}
-    parts, values = {**tensors, **more}, f"causal={layer.causal} scale={layer.scale!r}"
-    if layer.left is not None or layer.softcap:
-        values += f" window={layer.left} softcap={layer.softcap!r}"
-    crc = zlib.crc32(values.encode())
-    for name, tensor in sorted(parts.items()):
+    crc = zlib.crc32(repr((words.causal, words.scale, words.window, words.softcap, words.order)).encode())
+    for name, tensor in sorted(tensors.items()):
         crc = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), crc)
         crc = zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data, crc)
-    return zlib.crc32(f"{crc:08x} {layer.order}".encode())
+    return crc
 
 
 def _inputs(draw: Draw, layer: _Layer) -> AttentionInputs:
     """Return one batch of a layer's heads: its own entries of the batch, each with its own padding."""
-    (tensors, padding, sink), (entries, keys) = _load(layer), layer.part(draw.batch, draw.heads)
+    tensors, words, (entries, keys) = _load(layer), layer.words, layer.part(draw.batch, draw.heads)
     queries = slice(keys.start * layer.groups, keys.stop * layer.groups)
-    padding = None if padding is None else padding[entries]
     parts = []
-    for part, tensor in tensors.items():
+    for part in _PARTS:
+        tensor = tensors[part]
         rounded = draw.rounded(tensor[entries, queries if part in {"q", "do"} else keys])
         as_kept, as_given = (bool(torch.isfinite(x).all()) for x in (tensor, rounded))
-        if not layer.made and not (as_kept and as_given):
+        if not words.made and not (as_kept and as_given):
             beyond = f"values beyond {draw.formats.inputs.name}; give another --dtype, or"
             holds = beyond if as_kept else "NaN or Inf;"
-            raise CapturedError(f"{layer.path}: {layer.key(part)} holds {holds} leave its case out with --cases")
-        parts.append(_in_order(rounded, layer.order))
-    (q, k, v, do), seed, scale = parts, draw.noise_seed(), layer.scale
+            raise CapturedError(
+                f"{layer.path}: layer{layer.number}.{part} holds {holds} leave its case out with --cases"
+            )
+        parts.append(_in_order(rounded, words.order))
+    (q, k, v, do), seed, padding, sink = parts, draw.noise_seed(), tensors.get("key_padding"), tensors.get("sink")
     return AttentionInputs(
         *(q, k, v, do, draw.formats),
-        causal=layer.causal,
-        key_padding=padding,
+        causal=words.causal,
+        key_padding=None if padding is None else padding[entries],
         noise_seed=seed,
-        softmax_scale=scale,
-        window=(layer.left, None if layer.left is None else 0),
-        softcap=layer.softcap,
+        softmax_scale=words.scale,
+        window=(None, None) if words.window is None else (words.window - 1, 0),
+        softcap=words.softcap or 0.0,
         sink=None if sink is None else sink[queries],
     )
 
 
 def _in_order(x: Tensor, order: str) -> Tensor:
     """Return the same tensor, (batch, heads, N, d), with its dimensions in another order in memory."""
-    at = [_ORDERS[0].index(letter) for letter in order]
-    return x.permute(at).contiguous().permute([order.index(letter) for letter in _ORDERS[0]])
+    at = ["bhnd".index(letter) for letter in order]
+    return x.permute(at).contiguous().permute([order.index(letter) for letter in "bhnd"])
 
 
 @cache

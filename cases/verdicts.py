@@ -78,12 +78,12 @@ def quantile(samples: int, confidence: float = CONFIDENCE, looks: int = LOOKS) -
     return z + first / freedom + second / freedom**2 + third / freedom**3
 
 
-def interval(samples: Tensor) -> Interval:
-    """Return the mean and confidence interval of independent samples (one dimension)."""
-    count = samples.numel()
+def interval(samples: Tensor, confidence: float = CONFIDENCE, looks: int = LOOKS) -> Interval:
+    """Return the mean and confidence interval of independent samples (one dimension); see `quantile`."""
+    count, mean = samples.numel(), samples.mean().item()  # NaN of none
     if count < 2:
-        return Interval(samples.mean().item() if count else math.nan, math.inf)
-    return Interval(samples.mean().item(), quantile(count) * (samples.std().item() / math.sqrt(count)))
+        return Interval(mean, math.inf)
+    return Interval(mean, quantile(count, confidence, looks) * (samples.std().item() / math.sqrt(count)))
 
 
 def heads_to_tell(mean: Interval, heads: int, limit: float = MARGIN_ULPS) -> int:

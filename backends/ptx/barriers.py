@@ -4,36 +4,29 @@ Who waited for one is taken to be in a new phase of its block: that it orders th
 followed, but what a copy or a product brings, or still reads, is.
 """
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import numpy as np
 
 from tiebreak.backends.interpreter.numbers import Array
 from tiebreak.backends.ptx.memory import WARP, SharedMemoryError
-from tiebreak.backends.ptx.operands import Run, place_of, reader, writer
-from tiebreak.backends.ptx.parsing import Address, Instruction
-from tiebreak.backends.ptx.threads import Threads
+from tiebreak.backends.ptx.operands import Row
+from tiebreak.backends.ptx.threads import Threads, by_number
 
-_Match = re.Match[str]
+_ONE = np.ones((1, 1), np.int64)
 
 
-def _of_number(at: Instruction, match: _Match) -> Run:
-    """Bind `bar.sync` and `bar.arrive`: of so many threads, or of the block's."""
-    number, count = reader(at.operands[0], "u32", at), int(str((*at.operands, 0)[1]), 0)
-    together, stays = WARP if match[1] == "bar" else 1, match[2] == "sync"  # threads that have to come together
-
-    def meet(threads: Threads, mask: Array) -> Array | None:
-        numbers, (groups, partly) = number(threads), threads.gathered(mask, together)
-        shown, waits = np.repeat(groups, together, 1), np.zeros(threads.shape, bool) if partly is None else partly
-        for value in np.unique(numbers[shown] if numbers.shape == shown.shape else numbers).tolist():
-            here = shown & (numbers == value)
-            barrier = threads.named.setdefault(value, _Meeting(threads.shape))
-            threads.shared.phases += barrier.come(here, count or threads.shape[1], stays=stays)[:, None]
-            waits |= barrier.leave(here)
-        return waits
-
-    return meet
+def _meet(threads: Threads, mask: Array, numbers: Array, count: int = 0, *, name: str, way: str) -> Array:
+    """Come to a barrier of so many threads, or of the block's, and wait there unless that is left to others."""
+    together = WARP if name == "bar" else 1  # threads that have to come at once
+    groups, partly = threads.gathered(mask, together)
+    shown, waits = np.repeat(groups, together, 1), np.zeros(threads.shape, bool) if partly is None else partly
+    for value, here in by_number(numbers, shown):
+        barrier = threads.named.setdefault(value, _Meeting(threads.shape))
+        over = barrier.come(here, count or threads.shape[1], stays=way == "sync")
+        threads.shared.phases += over[:, None]
+        waits |= barrier.leave(here)
+    return waits
 
 
 class _Meeting:
@@ -62,38 +55,31 @@ class _Meeting:
         return late
 
 
-def _mbarrier(at: Instruction, match: _Match) -> Run:
-    """Bind `mbarrier`, and a commit of tcgen05, which arrives at one when the products before it are done."""
-    does = match[1] or "commit"
-    number_of = next(number for number, operand in enumerate(at.operands) if isinstance(operand, Address))
-    place, behind = place_of(at.operands[number_of], at), at.operands[number_of + 1 :]
-    number = reader(behind[0] if behind else "1", "u32", at)  # arrivals, bytes, or a parity
-    done = writer(at.operands[0], at) if does == "try_wait.parity" else None
-
-    def act(threads: Threads, mask: Array) -> Array | None:
-        shown, addresses, waits = threads.full(mask), place(threads), np.zeros(threads.shape, bool)
-        numbers = threads.full(number(threads)).astype(np.int64)
-        for address in np.unique(addresses[shown]).tolist():
-            here = shown & (addresses == address)
-            if does == "init":
-                barrier = threads.barriers.setdefault(address, _Barrier(len(mask)))
-                barrier.start(here.any(1), np.where(here, numbers, 0).max(1))
-                continue
-            barrier = barrier_at(threads, address, here.any(1))
-            if does == "inval":
-                barrier.valid &= ~here.any(1)
-            elif does == "try_wait.parity":
-                waits |= barrier.wait(threads, here, numbers)
-            else:
-                barrier.arrive(threads, here, numbers, does)
-        if done is not None:
-            done(threads, 0, np.ones((1, 1), bool), shown & ~waits)
-        return waits
-
-    return act
+def _begin(threads: Threads, mask: Array, addresses: Array, counts: Array) -> None:
+    for address, here in by_number(addresses, mask):
+        barrier = threads.barriers.setdefault(address, _Barrier(len(mask)))
+        barrier.start(here.any(1), np.where(here, counts, 0).max(1))
 
 
-def barrier_at(threads: Threads, address: int, blocks: Array) -> "_Barrier":
+def _end(threads: Threads, mask: Array, addresses: Array) -> None:
+    for address, here in by_number(addresses, mask):
+        barrier_at(threads, address, here.any(1)).valid &= ~here.any(1)
+
+
+def _wait(threads: Threads, mask: Array, write: Callable[..., None], addresses: Array, parities: Array) -> Array:
+    waits = np.zeros(threads.shape, bool)
+    for address, here in by_number(addresses, mask):
+        waits |= barrier_at(threads, address, here.any(1)).wait(threads, here, parities)
+    write(threads, np.ones((1, 1), bool), mask & ~waits)
+    return waits
+
+
+def _arrive(threads: Threads, mask: Array, addresses: Array, counts: Array = _ONE, *, way: str) -> None:
+    for address, here in by_number(addresses, mask):
+        barrier_at(threads, address, here.any(1)).arrive(threads, here, counts, way)
+
+
+def barrier_at(threads: Threads, address: int, blocks: Array | np.bool) -> "_Barrier":
     """Return the `mbarrier` at an address of some blocks' shared memory.
 
     Raises:
@@ -101,9 +87,7 @@ def barrier_at(threads: Threads, address: int, blocks: Array) -> "_Barrier":
     """
     barrier = threads.barriers.get(address)
     if barrier is None or (blocks & ~barrier.valid).any():
-        raise SharedMemoryError(
-            f"{threads.instruction} finds no barrier at byte {address} of the block's shared memory"
-        )
+        raise SharedMemoryError(f"finds no barrier at byte {address} of the block's shared memory")
     found: _Barrier = barrier
     return found
 
@@ -131,7 +115,7 @@ class _Barrier:
         """Return which threads have to wait; the others have what is done."""
         late: Array = here & ((self._phase[:, None] ^ parities) & 1 == 0)  # Triton gives -1, too: ptxas takes one bit
         blocks = np.asarray((here & ~late).any(1))
-        done = np.zeros_like(threads.shared.products)
+        done = np.zeros_like(threads.shared.groups)
         done[:, 0] = np.where(blocks, self._group, 0)
         threads.complete(done)
         threads.shared.phases += (blocks & self._joins)[:, None]
@@ -141,17 +125,16 @@ class _Barrier:
         self._brought = [brought for brought, arrived in zip(self._brought, there, strict=True) if not arrived.all()]
         return late
 
-    def arrive(self, threads: Threads, here: Array, numbers: Array, does: str) -> None:
+    def arrive(self, threads: Threads, here: Array, counts: Array, way: str) -> None:
         """Count arrivals of threads, or of a commit; or bytes that are expected, with an arrival or without."""
-        blocks = here.any(1)
-        if does == "commit":
-            threads.shared.products[:, 0] += blocks
-            self._group[blocks] = threads.shared.products[blocks, 0]
+        blocks, expects = here.any(1), way.endswith("expect_tx")
+        if way == "commit":
+            threads.shared.groups[:, 0] += blocks
+            self._group[blocks] = threads.shared.groups[blocks, 0]
         else:
             self._joins |= blocks
-        expects = does.endswith("expect_tx")
-        self._bytes += np.where(here & expects, numbers, 0).sum(1)
-        self._missing -= np.where(here & (does != "expect_tx"), 1 if expects else numbers, 0).sum(1)
+        self._bytes += np.where(here & expects, counts, 0).sum(1)
+        self._missing -= np.where(here & (way != "expect_tx"), _ONE if expects else counts, 0).sum(1)
         self._settle()
 
     def bring(self, granules: Array, owner: Array, counts: Array) -> None:
@@ -166,9 +149,14 @@ class _Barrier:
         self._missing[over] = self._count[over]
 
 
-BINDERS: Mapping[str, Callable[[Instruction, _Match], Run]] = {
-    r"(bar|barrier)\.(sync|arrive)": _of_number,
-    r"tcgen05\.commit\.cta_group::1\.mbarrier::arrive::one\.shared::cluster\.b64()": _mbarrier,
-    r"mbarrier\.(init|inval|arrive|expect_tx|arrive\.expect_tx|try_wait\.parity)"
-    r"(?:\.(?:acquire|release|relaxed)\.ct[ah])?\.shared(?:::cta)?\.b64": _mbarrier,
-}
+_SCOPE = r"(?:\.(?:acquire|release|relaxed)\.ct[ah])?\.shared(?:::cta)?\.b64"
+ROWS = (
+    Row(r"(?P<name>bar|barrier)\.(?P<way>sync|arrive)", "u32 n?", _meet),
+    Row(rf"mbarrier\.init{_SCOPE}", "at s64", _begin),
+    Row(rf"mbarrier\.inval{_SCOPE}", "at", _end),
+    Row(rf"mbarrier\.(?P<way>arrive|arrive\.expect_tx){_SCOPE}", "- at s64?", _arrive),
+    Row(rf"mbarrier\.(?P<way>expect_tx){_SCOPE}", "at s64", _arrive),
+    # It arrives when the products before it are done.
+    Row(r"tcgen05\.(?P<way>commit)\.cta_group::1\.mbarrier::arrive::one\.shared::cluster\.b64", "at", _arrive),
+    Row(rf"mbarrier\.try_wait\.parity{_SCOPE}", "to at s64 -?", _wait),
+)

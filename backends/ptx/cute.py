@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache, partial
+from functools import lru_cache
 from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
@@ -23,6 +23,8 @@ from tiebreak.kernels.kernel import CannotRunError, OutOfBoundsError
 
 _MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148}  # a persistent kernel's grid goes by them
 _SUFFIX = {"sm_90": "a", "sm_100": "a", "sm_120": "a"}  # of the target that has a card's own instructions
+_UNNEEDED = ["_cuKernelGetAttribute", *(f"_cuda{name}" for name in ("LibraryLoadData", "SetDevice", "FuncSetAttribute",
+             "KernelSetAttributeForDevice"))]  # fmt: skip
 _DECLARED = re.compile(r"llvm\.func @(\w+)\(([^)]*)\) -> i32(?: attributes \{[^}]*\})?(?=\n)")
 
 
@@ -31,34 +33,30 @@ class _CuteDriver(Driver):
 
     def __init__(self, card: str) -> None:
         """Have no kernel."""
-        super().__init__()
+        super().__init__(
+            {
+                "cuda_dialect_init_library_once": self._load,
+                "_cudaGetDevice": lambda at, *_: put(at, 0),
+                "_cudaDeviceGetAttribute": lambda at, *_: put(at, 227 << 10),  # bytes of shared memory
+                "_cudaLibraryGetKernel": self._kernel,
+                "_cudaLaunchKernelEx": lambda *operands: self.launch(card, *operands[:3]),
+                **dict.fromkeys(_UNNEEDED, lambda *_: 0),
+            }
+        )
         self.text = ""  # the PTX of the function that launches
-        answers: dict[str, tuple[int, Any]] = {  # how many operands it has, and what it does
-            "cuda_dialect_init_library_once": (4, self._load),
-            "_cudaGetDevice": (1, lambda at: put(at, 0)),
-            "_cudaDeviceGetAttribute": (3, lambda at, *_: put(at, 227 << 10)),  # bytes of shared memory
-            "_cudaLibraryGetKernel": (3, self._kernel),
-            "_cudaLaunchKernelEx": (3, partial(self.launch, card)),
-            **{f"_cu{name}": (count, lambda *_: 0) for name, count in (("daLibraryLoadData", 8), ("daSetDevice", 1),
-               ("daFuncSetAttribute", 3), ("daKernelSetAttributeForDevice", 4), ("KernelGetAttribute", 4))},
-        }  # fmt: skip
-        self._answers = {
-            name: ctypes.CFUNCTYPE(NUMBER, *[POINTER] * count)(call) for name, (count, call) in answers.items()
-        }
 
     def called_by(self, host: str) -> str:
         """Return a function's host code, MLIR, with calls of this driver."""
         return _DECLARED.sub(self._defined, host)
 
     def _defined(self, declared: re.Match[str]) -> str:
-        answer = self._answers.get(declared[1])
-        if answer is None:
+        if declared[1] not in self.answers:
             return declared[0]
         types = [each.split()[0] for each in declared[2].split(",")]
         names = ", ".join(f"%a{number}" for number in range(len(types)))
         named = ", ".join(f"%a{number}: {each}" for number, each in enumerate(types))
         return f"""llvm.func @{declared[1]}({named}) -> i32 {{
-            %at = llvm.mlir.constant({ctypes.cast(answer, POINTER).value} : i64) : i64
+            %at = llvm.mlir.constant({self.answer(declared[1])} : i64) : i64
             %f = llvm.inttoptr %at : i64 to !llvm.ptr
             %r = llvm.call %f({names}) : !llvm.ptr, ({", ".join(types)}) -> i32
             llvm.return %r : i32
@@ -70,7 +68,7 @@ class _CuteDriver(Driver):
         held = (POINTER * 1)(library)
         return int(ctypes.CFUNCTYPE(NUMBER, POINTER, NUMBER)(load)(ctypes.addressof(held), 0))
 
-    def _kernel(self, at: int, _library: int, name: int) -> int:
+    def _kernel(self, at: int, _library: int, name: int, _: object) -> int:
         return self.keep(at, Compiled(ctypes.string_at(name).decode(), self.text))
 
 
@@ -138,15 +136,11 @@ def _created(driver: _CuteDriver, tvm_ffi: Any) -> Callable[[Any], Any]:
         def called(*arguments: Any) -> None:
             # Its views of the CPU's tensors, which other libraries read as such before they are said to be elsewhere.
             tensors = [x for x in arguments if isinstance(x, tvm_ffi.Tensor)]
-            driver.error, driver.text, driver.tensors = None, text, [from_dlpack(x) for x in tensors]
+            driver.text, shown = text, [from_dlpack(x) for x in tensors]
             for tensor in tensors:
                 _on_device(tensor)
-            try:
+            with driver.launching(*shown):
                 host(*arguments)
-            except Exception:
-                if driver.error is not None:
-                    raise driver.error from None
-                raise
 
         return tvm_ffi.convert(called)
 

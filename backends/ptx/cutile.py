@@ -21,12 +21,12 @@ import torch
 from tiebreak.backends.ptx.driver import NUMBER, POINTER, Compiled, Driver, put
 from tiebreak.kernels.kernel import CannotRunError
 
+_FIND = "cuGetProcAddress_v2"
 _LOADER = "cuda.tile._load_libcuda"  # what it takes the driver from
 _MAKES = b"__CUDA_TILEIR_FUNC_ON_ARGUMENTS_CHANGE_0"
 _VERSION, _DEVICES, _ON_GPU = 13050, 256, 2  # of the driver; how many; a device's type in DLPack
 _MAJOR, _MINOR = 75, 76  # attributes of a device, of its compute capability
 _PARAMETERS = b"\4\12\10\0"  # before a number, and the address and size of the parameters: EIATTR_PARAM_CBANK
-_CALLED = ctypes.CFUNCTYPE(NUMBER, *[POINTER] * 4)
 
 
 class _CuTileDriver(Driver):
@@ -34,24 +34,24 @@ class _CuTileDriver(Driver):
 
     def __init__(self) -> None:
         """Have no card."""
-        super().__init__()
+        super().__init__(
+            {
+                "cuDriverGetVersion": lambda at, *_: put(at, _VERSION),
+                "cuDeviceGetCount": lambda at, *_: put(at, _DEVICES),
+                "cuDeviceGet": lambda at, number, *_: put(at, number or 0),
+                "cuDeviceGetAttribute": lambda at, which, device, _: put(at, _attribute(which, device or 0)),
+                "cuCtxGetDevice": lambda at, *_: put(at, self.card),
+                "cuCtxGetCurrent": lambda at, *_: put(at, self.card, POINTER),
+                "cuStreamGetCtx": lambda _, at, *__: put(at, self.card, POINTER),
+                "cuLibraryLoadData": self._load,
+                "cuLibraryGetKernel": self._kernel,
+                "cuLaunchKernelEx": lambda at, *kernel: self.launch(f"sm_{self.card}", at, *kernel[:2]),
+                _FIND: lambda name, at, *_: put(at, self.answer(ctypes.string_at(name).decode()), POINTER),
+            }
+        )
         self.card = 0  # the present one; 0: none
         self._images: list[bytes] = []  # by their handle - 1
-        answers: dict[str, Any] = {
-            "cuDriverGetVersion": lambda at, *_: put(at, _VERSION),
-            "cuDeviceGetCount": lambda at, *_: put(at, _DEVICES),
-            "cuDeviceGet": lambda at, number, *_: put(at, number or 0),
-            "cuDeviceGetAttribute": lambda at, which, device, _: put(at, _attribute(which, device or 0)),
-            "cuCtxGetDevice": lambda at, *_: put(at, self.card),
-            "cuCtxGetCurrent": lambda at, *_: put(at, self.card, POINTER),
-            "cuStreamGetCtx": lambda _, at, *__: put(at, self.card, POINTER),
-            "cuLibraryLoadData": self._load,
-            "cuLibraryGetKernel": self._kernel,
-            "cuLaunchKernelEx": lambda at, *kernel: self.launch(f"sm_{self.card}", at, *kernel[:2]),
-        }
-        self._answers = {name: _CALLED(answer) for name, answer in answers.items()}
-        self._idle, self._finds = _CALLED(lambda *_: 0), _CALLED(self._find)
-        self._at = POINTER(ctypes.cast(self._finds, POINTER).value)
+        self._at = POINTER(self.answer(_FIND))
         self.module: Any = SimpleNamespace(cuGetProcAddress_v2_ptrptr=ctypes.addressof(self._at))
         self._plain = torch._C._to_dlpack
 
@@ -64,10 +64,6 @@ class _CuTileDriver(Driver):
             pointer.restype, pointer.argtypes = POINTER, [ctypes.py_object, ctypes.c_char_p]
             put(pointer(capsule, b"dltensor") + 8, _ON_GPU)
         return capsule
-
-    def _find(self, name: int, at: int, *_: object) -> int:
-        answer = self._answers.get(ctypes.string_at(name).decode(), self._idle)
-        return put(at, ctypes.cast(answer, POINTER).value or 0, POINTER)
 
     def _load(self, at: int, image: int, *_: object) -> int:
         header = ctypes.string_at(image, 64)  # headers of sections stand last
@@ -119,7 +115,9 @@ def _with_maps(host: bytes, held: bytes) -> bytes:
     code = mmap.mmap(-1, size, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
     code.write(host[offset + value : offset + value + size])  # it needs no relocation
     whole = ctypes.create_string_buffer(held, len(held))
-    _CALLED(ctypes.addressof(ctypes.c_char.from_buffer(code)))(None, None, None, ctypes.addressof(whole))
+    ctypes.CFUNCTYPE(NUMBER, *[POINTER] * 4)(ctypes.addressof(ctypes.c_char.from_buffer(code)))(
+        None, None, None, ctypes.addressof(whole)
+    )
     return whole.raw
 
 
@@ -133,14 +131,11 @@ def launching(card: str) -> Iterator[None]:
         raise CannotRunError("cuda.tile uses a GPU in this process, and no other driver")
 
     def launched(*args: Any, **words: Any) -> None:
-        driver.error = None
-        driver.tensors.clear()
-        try:
-            plain(*args, **words)
-        except cuda.tile.TileCompilerExecutionError as error:
-            raise CannotRunError(f"cuTile is not compiled for {card}: {str(error).splitlines()[1]}") from error
-        except Exception as error:
-            raise driver.error or error from None
+        with driver.launching():
+            try:
+                plain(*args, **words)
+            except cuda.tile.TileCompilerExecutionError as error:
+                raise CannotRunError(f"cuTile is not compiled for {card}: {str(error).splitlines()[1]}") from error
 
     with (
         patch.object(driver, "card", int(card.removeprefix("sm_"))),

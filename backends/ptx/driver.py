@@ -2,8 +2,8 @@
 
 import ctypes
 import math
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -11,20 +11,16 @@ import torch
 
 from tiebreak.backends.interpreter.memory import KernelMemory, arguments_of
 from tiebreak.backends.ptx.execution import Program
+from tiebreak.backends.ptx.parsing import Parameter
 from tiebreak.backends.ptx.threads import Launch, TensorMap
 from tiebreak.kernels.kernel import CannotRunError
 
-_ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\((.*?)\)(.*?)\{", re.DOTALL)
-_PARAMETER = re.compile(
-    r"(\.hidden\s+)?\.param(?:\s+\.align\s+(\d+))?\s+\.[a-z]+(\d+)(?:\s+\.(?:ptr|global|align\s+\d+))*\s+[\w$]+(?:\[(\d+)\])?"
-)
-_CLUSTERS = re.compile(r"\.reqnctapercluster\s+(?!1\b)")
 _CLUSTER = 4  # cudaLaunchAttributeClusterDimension
-_THREADS, _STATIC = re.compile(r"\.reqntid\s+([\d, ]+)"), re.compile(r"\.shared[^;\[]*\[(\d+)\];")
 # Of a tensor map: bytes of a type's number, and bits of its first word that are known: version, axes - 1, type,
 # swizzle; and two that are set for any tensor, or for rows of 256 bytes.
 _SIZES, _KNOWN, _SET = (1, 2, 4, 4, 8, 8, 2, 4, 0, 8, 2), 0x2467F2, 0x40002
 POINTER, NUMBER = ctypes.c_void_p, ctypes.c_int
+_CALLED = ctypes.CFUNCTYPE(NUMBER, *[POINTER] * 4)  # of functions with more operands the first
 _program = lru_cache(maxsize=16)(Program)
 
 
@@ -40,11 +36,28 @@ class Compiled(NamedTuple):
 class Driver:
     """A driver for compiled host code: it holds kernels, and executes those that are launched."""
 
-    def __init__(self) -> None:
-        """Have no kernel."""
+    def __init__(self, answers: Mapping[str, Callable[..., int]]) -> None:
+        """Have no kernel, and answer what host code calls by these names."""
         self.error: Exception | None = None  # of the last launch
         self.tensors: list[torch.Tensor] = []  # that a launch may touch
         self._kernels: list[Compiled] = []  # by their handle - 1
+        self.answers = {name: _CALLED(answer) for name, answer in answers.items()}
+        self._idle = _CALLED(lambda *_: 0)
+
+    def answer(self, name: str) -> int:
+        """Return the address of what is called by a name: if it has no answer, of a function that does nothing."""
+        return ctypes.cast(self.answers.get(name, self._idle), POINTER).value or 0
+
+    @contextmanager
+    def launching(self, *tensors: torch.Tensor) -> Iterator[None]:
+        """Let host code launch what may touch some tensors, and raise what was raised there."""
+        self.error, self.tensors = None, [*tensors]
+        try:
+            yield
+        except Exception:
+            if self.error is not None:
+                raise self.error from None
+            raise
 
     def keep(self, at: int, kernel: Compiled) -> int:
         """Write a kernel's handle to an address."""
@@ -59,19 +72,13 @@ class Driver:
         """
         try:
             kernel, (x, y, z, *block, shared) = self._kernels[handle - 1], (ctypes.c_uint * 7).from_address(config)
-            entry = next((each for each in _ENTRY.finditer(kernel.text) if each[1] == kernel.name), None)
-            if entry is None or _CLUSTERS.search(entry[3]):
-                missing = "without its PTX" if entry is None else "in clusters of blocks"
-                raise CannotRunError(f"a kernel {missing} is not executed here: {kernel.name}")
-            bits, maps = _parameters(kernel, entry[2], parameters)
-            threads = _THREADS.search(entry[3])
-            count = math.prod(map(int, threads[1].split(",")) if threads else block)
-            shared += sum(map(int, _STATIC.findall(kernel.text)))
-            memory = KernelMemory(kernel.name, tuple(arguments_of({"an argument": self.tensors})))
-            program = _program(kernel.text, card)
+            program = _program(kernel.text, card, kernel.name)
             if any(number == _CLUSTER and sizes != [1, 1, 1] for number, _, *sizes in _attributes(config)):
                 raise CannotRunError(f"a kernel in clusters of blocks is not executed here: {kernel.name}")
-            program.run(Launch((x, y, z), count, shared, bits, memory, maps))
+            bits, maps = _parameters(kernel, program.entry.parameters, parameters)
+            memory = KernelMemory(kernel.name, tuple(arguments_of({"an argument": self.tensors})))
+            threads = program.entry.threads or math.prod(block)
+            program.run(Launch((x, y, z), threads, shared + program.entry.shared, bits, memory, maps))
         except Exception as error:  # whatever a program raises
             self.error = error
             return 1
@@ -91,18 +98,20 @@ def put(at: int, number: int, kind: Any = NUMBER) -> int:
     return 0
 
 
-def _parameters(kernel: Compiled, declared: str, addresses: int) -> tuple[list[bytes], list[TensorMap]]:
-    """Return the bytes of every parameter of an entry, of a tensor map its number, and the maps."""
-    held, places, maps, bits = bytearray(), list[tuple[slice, bool]](), list[TensorMap](), list[bytes]()
-    for number, (hidden, align, width, count) in enumerate(_PARAMETER.findall(declared)):
-        size = int(width) // 8 * int(count or 1)
-        held += bytes(-(kernel.first + len(held)) % int(align or size))
-        places.append((slice(len(held), len(held) + size), (align, count) == ("64", "128")))
-        at = POINTER.from_address(addresses + 8 * number).value if not hidden else None
-        held += ctypes.string_at(at, size) if at else bytes(size)
-    whole = kernel.made(bytes(held))
-    for place, is_map in places:
-        bits.append(len(maps).to_bytes(8, "little") if is_map else whole[place])
+def _parameters(
+    kernel: Compiled, parameters: Sequence[Parameter], addresses: int
+) -> tuple[list[int | bytes], list[TensorMap]]:
+    """Return the bytes of every parameter, of a tensor map its number, and the maps."""
+    held, places = bytearray(), list[slice]()
+    for number, each in enumerate(parameters):
+        held += bytes(-(kernel.first + len(held)) % each.align)
+        places.append(slice(len(held), len(held) + each.size))
+        at = None if each.hidden else POINTER.from_address(addresses + 8 * number).value
+        held += ctypes.string_at(at, each.size) if at else bytes(each.size)
+    whole, bits, maps = kernel.made(bytes(held)), list[int | bytes](), list[TensorMap]()
+    for each, place in zip(parameters, places, strict=True):
+        is_map = (each.array, each.align, each.size) == (True, 64, 128)
+        bits.append(len(maps) if is_map else whole[place])
         if is_map:
             maps.append(map_of(whole[place]))
     return bits, maps

@@ -24,13 +24,14 @@ _SMALL = re.compile(r"(?:ld|st)\..*shared.*\.[bsu](?:8|16)")  # accesses of shar
 class Program:
     """The instructions of one kernel for one card, decoded."""
 
-    def __init__(self, text: str, card: str) -> None:
-        """Parse PTX for a card, whose name may have an assembler behind a slash.
+    def __init__(self, text: str, card: str, name: str = "") -> None:
+        """Parse a kernel of a PTX text, the first without a name, for a card that may have an assembler behind a slash.
 
         Raises:
             CannotRunError: it holds what is not executed here, which the message names.
         """
-        self._parameters, instructions, self._labels = parsed(text)
+        self.entry = parsed(text, name)
+        instructions, self._labels = self.entry.instructions, self.entry.labels
         card, _, fuses = card.partition("/")
         ways = {str(name) for at in instructions if at.branches for name in at.operands}
         targets = {place for label, place in self._labels.items() if label in ways}
@@ -53,7 +54,7 @@ class Program:
             blocks = np.arange(start, min(count, start + at_once), dtype=np.uint32)[:, None]
             threads = Threads(launch, blocks, self._granule)
             given = [x if isinstance(x, bytes) else (x % 2**64).to_bytes(8, "little") for x in launch.arguments]
-            threads.parameters = dict(zip(self._parameters, given, strict=False))
+            threads.parameters = dict(zip((each.name for each in self.entry.parameters), given, strict=False))
             for name, held in threads.parameters.items():  # where code takes its address
                 threads.put(name, 8, np.frombuffer(held.ljust(8, b"\0"), np.uint64, 1)[None], threads.everyone)
             with np.errstate(all="ignore"):
@@ -78,7 +79,10 @@ class Program:
                     active = active | parked.pop(at)
                     active = threads.everyone if active.all() else active
                 mask = threads.guarded(active, instruction)
-                leaving = run(threads, mask) if run is not None else mask
+                try:
+                    leaving = run(threads, mask) if run is not None else mask
+                except SharedMemoryError as error:
+                    raise SharedMemoryError(f"{instruction} {error}") from error
                 if leaving is not None and leaving.any():
                     if run is not None:
                         parked[at] = leaving

@@ -124,39 +124,20 @@ def _permuted(x: Array, y: Array, selector: Array) -> Array:
     return result
 
 
-def _pair(high: Array, low: Array, *, dtype: np.dtype[Any]) -> Array:
+def _pair(high: Array, low: Array, *, to: np.dtype[Any]) -> Array:
     """Return two numbers in one register, the first operand in its upper half."""
-    halves = np.broadcast_arrays(converted(low, dtype), converted(high, dtype))
+    halves = np.broadcast_arrays(converted(low, to), converted(high, to))
     return np.stack(halves, -1)
 
 
-def _cast(x: Array, *, dtype: np.dtype[Any]) -> Array:
-    return x.astype(dtype)
+def _cast(x: Array, *, to: np.dtype[Any]) -> Array:
+    return x.astype(to)
 
 
-def _cut_off(x: Array, *, dtype: np.dtype[Any]) -> Array:
+def _cut_off(x: Array, *, to: np.dtype[Any]) -> Array:
     """Round to an integer toward zero, to the nearest there is; NaN is 0."""
-    limits = np.iinfo(dtype)
-    return np.where(np.isnan(x), 0, np.clip(x.astype(np.float64), limits.min, limits.max)).astype(dtype)
-
-
-def _conversions() -> Iterator[tuple[str, Operation]]:
-    """Yield the variants of `cvt`."""
-    integers = [f"{kind}{bits}" for kind in "su" for bits in (8, 16, 32, 64)]
-    for to, of in product(integers, integers):
-        yield f"cvt.{to}.{of}", Operation(partial(_cast, dtype=TYPES[to]), (of,))
-    for to, of in product(("f32", "f64"), integers):
-        yield f"cvt.rn.{to}.{of}", Operation(partial(_cast, dtype=TYPES[to]), (of,))
-    for to in ("s8", "s16", "s32"):
-        yield f"cvt.rzi.{to}.f32", Operation(partial(_cut_off, dtype=TYPES[to]), ("f32",))
-    for narrow in ("f16", "bf16"):
-        yield f"cvt.f32.{narrow}", Operation(partial(_cast, dtype=_F32), (narrow,))
-        yield f"cvt.rn.{narrow}.f32", Operation(partial(converted, to=TYPES[narrow]), ("f32",))
-    for narrow in ("e4m3", "e5m2"):
-        yield f"cvt.rn.f16x2.{narrow}x2", Operation(partial(_cast, dtype=TYPES["f16"]), (f"{narrow}x2",))
-    for kind in ("f16", "bf16", "satfinite.e4m3", "satfinite.e5m2"):
-        pair = partial(_pair, dtype=TYPES[kind.removeprefix("satfinite.")])
-        yield f"cvt.rn.{kind}x2.f32", Operation(pair, ("f32",))
+    limits = np.iinfo(to)
+    return np.where(np.isnan(x), 0, np.clip(x.astype(np.float64), limits.min, limits.max)).astype(to)
 
 
 _INTEGERS, _BITS = "s16 u16 s32 u32 s64 u64", "b16 b32 b64"
@@ -213,7 +194,23 @@ _ROWS: tuple[tuple[str, str, Callable[..., Any], str], ...] = (
     ("shr", f"{_BITS} {_INTEGERS}", partial(_shifted, left=False), "T u32"),
     # Data Movement and Conversion Instructions
     ("mov", f"{_BITS} {_INTEGERS} f32 pred", lambda x: x, "T"),
+    ("cvta.param", "u64", lambda x: x, "T"),
+    ("mapa.shared::cluster", "u32", lambda x, rank: x, "T"),  # a block is alone in its cluster
     ("prmt", "b32", _permuted, "T"),
+)
+
+
+_WIDTHS = " ".join(f"{kind}{bits}" for kind in "su" for bits in (8, 16, 32, 64))
+# Of `cvt`: how its name goes on, the types into which and from which, and what is computed for the first.
+_CONVERSIONS: tuple[tuple[str, str, str, Callable[..., Any]], ...] = (
+    ("", _WIDTHS, _WIDTHS, _cast),
+    ("rn.", "f32 f64", _WIDTHS, _cast),
+    ("rzi.", "s8 s16 s32", "f32", _cut_off),
+    ("", "f32", "f16 bf16", _cast),
+    ("rn.", "f16 bf16", "f32", converted),
+    ("rn.", "f16x2", "e4m3x2 e5m2x2", _cast),
+    ("rn.", "f16x2 bf16x2", "f32", _pair),
+    ("rn.satfinite.", "e4m3x2 e5m2x2", "f32", _pair),
 )
 
 
@@ -223,7 +220,9 @@ def _operations() -> Iterator[tuple[str, Operation]]:
             kind = ending.rpartition(".")[2]
             types = tuple(kind if source == "T" else source for source in sources.split())
             yield f"{name}.{ending}", Operation(partial(_flushing, compute) if "ftz" in ending else compute, types)
-    yield from _conversions()
+    for how, targets, origins, convert in _CONVERSIONS:
+        for to, of in product(targets.split(), origins.split()):
+            yield f"cvt.{how}{to}.{of}", Operation(partial(convert, to=TYPES[to.removesuffix("x2")]), (of,))
 
 
 OPERATIONS: Mapping[str, Operation] = dict(_operations())

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -13,14 +12,11 @@ from tiebreak.backends.emulation.tensor_cores import TensorCore, core_of, tensor
 from tiebreak.backends.interpreter.numbers import Array
 from tiebreak.backends.ptx.memory import WARP
 from tiebreak.backends.ptx.operations import TYPES
-from tiebreak.backends.ptx.parsing import Instruction
 from tiebreak.kernels.formats import FP32
+from tiebreak.kernels.kernel import CannotRunError
 
-_MMA = re.compile(
-    r"mma\.sync\.aligned\.m16n(8)k(\d+)\.row\.col\.f32\.(\w+)\.(\w+)\.f32"
-    r"|wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(\d+)\.f32\.(\w+)\.(\w+)"
-)
 FORMATS = {"f16": "fp16", "bf16": "bf16", "tf32": "tf32", "e4m3": "fp8_e4m3", "e5m2": "fp8_e5m2"}
+KINDS = rf"(?P<a>{'|'.join(FORMATS)})\.(?P<b>{'|'.join(FORMATS)})"  # in the names of products of fp32 sums
 
 
 @dataclass(frozen=True)
@@ -129,14 +125,13 @@ def _rows_of(a: Array, right: Array, b: Array, c: Array, core: TensorCore) -> Ar
     return made
 
 
-def product_of(instruction: Instruction, card: str) -> Product:
-    """Return the product that a card computes by this instruction; raise CannotRunError if it is unknown."""
-    match = _MMA.fullmatch(instruction.opcode)
-    n, k, a, b = filter(None, match.groups()) if match else ("8", "0", "", "")
+@functools.cache
+def product_of(card: str, k: str, a: str, b: str, n: str = "8") -> Product:
+    """Return a product as a card computes it; raise CannotRunError if its bits are unknown."""
     try:
         return Product(int(k), a, b, core_of(card, FORMATS[a], FORMATS[b]), int(n))
-    except (KeyError, ValueError) as error:
-        raise instruction.refused() from error
+    except ValueError as error:
+        raise CannotRunError(str(error)) from error
 
 
 def load_matrices(rows: Array, count: int, *, transposed: bool) -> list[Array]:

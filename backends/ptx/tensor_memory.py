@@ -9,7 +9,6 @@ import numpy as np
 
 from tiebreak.backends.interpreter.numbers import Array
 from tiebreak.backends.ptx.memory import WARP, SharedMemoryError
-from tiebreak.backends.ptx.parsing import Instruction
 
 LANES, COLUMNS, _HALF = 128, 512, WARP // 2
 _NOBODY, _NAN = -1, np.uint32(2**32 - 1)
@@ -46,29 +45,29 @@ class TensorMemory:
         # The groups of products that bring it and that may still read it; 0: none.
         self._brought, self._taken = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
 
-    def load(self, spot: Spot, at: Instruction) -> Array:
+    def load(self, spot: Spot) -> Array:
         """Return words for threads. Those that nobody has written are NaN: a loop that isn't entered may be begun."""
         where = spot.halves()
-        self._refuse(self._storing[where], at, _NO_WAIT)
-        self._refuse(self._brought[where] > 0, at, "reads what a product is bringing")
+        self._refuse(self._storing[where], _NO_WAIT)
+        self._refuse(self._brought[where] > 0, "reads what a product is bringing")
         return np.where((self._written[where] == _NOBODY).repeat(_HALF, 1), _NAN, self._words[spot.words()])
 
-    def take(self, spot: Spot, phases: Array, groups: Array, at: Instruction) -> Array:
+    def take(self, spot: Spot, phases: Array, groups: Array) -> Array:
         """Return words for a group of products, in a phase of their block."""
         where = spot.halves()
-        self._refuse(self._written[where] == _NOBODY, at, "reads what nobody has written")
-        self._refuse(self._storing[where], at, _NO_WAIT)
+        self._refuse(self._written[where] == _NOBODY, "reads what nobody has written")
+        self._refuse(self._storing[where], _NO_WAIT)
         stored = self._written[where] == phases
-        self._refuse(stored, at, "reads what other threads stored, and no barrier lies between")
+        self._refuse(stored, "reads what other threads stored, and no barrier lies between")
         self._taken[spot.halves()] = groups
         words: Array = self._words[spot.words()]
         return words
 
-    def store(self, spot: Spot, words: Array, phases: Array, at: Instruction) -> None:
+    def store(self, spot: Spot, words: Array, phases: Array) -> None:
         """Write words of threads in a phase of their block."""
         where = spot.halves()
-        self._refuse(self._brought[where] > 0, at, "writes what a product is bringing")
-        self._refuse(self._taken[where] > 0, at, "writes what a product may still read")
+        self._refuse(self._brought[where] > 0, "writes what a product is bringing")
+        self._refuse(self._taken[where] > 0, "writes what a product may still read")
         self._words[spot.words()], self._written[where], self._storing[where] = words, phases, True
 
     def bring(self, spot: Spot, words: Array, groups: Array) -> None:
@@ -87,6 +86,6 @@ class TensorMemory:
         for under_way in (self._brought, self._taken):
             under_way[under_way <= groups[..., None]] = 0
 
-    def _refuse(self, wrong: Array, at: Instruction, what: str) -> None:
+    def _refuse(self, wrong: Array, what: str) -> None:
         if wrong.any():
-            raise SharedMemoryError(f"{at} {what}, in tensor memory")
+            raise SharedMemoryError(f"{what}, in tensor memory")

@@ -1,6 +1,6 @@
 """The threads of some blocks: their registers, and the memory that they see."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -51,10 +51,10 @@ class Threads:
         self.shared = Shared(*self.shape, launch.shared, granule)
         self.memory, self.maps = Global(launch.memory), launch.maps
         self.parameters: Mapping[str, bytes] = {}
-        self._warpgroup = np.minimum(np.arange(launch.threads) // WARPGROUP, self.shared.products.shape[1] - 2)
+        self._warpgroup = np.minimum(np.arange(launch.threads) // WARPGROUP, self.shared.groups.shape[1] - 3)
         self._fenced = np.zeros(self.shape, bool)  # whether a wgmma.fence was executed
         self._unfenced: dict[str, Array] = {}  # registers that were written since, by which threads
-        # By register the group of products, of each thread, that brings it or reads it; 0: none.
+        # By register the group of each warpgroup's products that brings it or reads it; 0: none.
         self._brought: dict[str, Array] = {}
         self._taken: dict[str, Array] = {}
         self.barriers: dict[int, Any] = {}  # mbarriers, by their address
@@ -100,30 +100,30 @@ class Threads:
         self._registers[name] = value
 
     def _refuse(self, group: Array, what: str) -> None:
-        if ((group > 0) & self._active).any():
-            raise SharedMemoryError(f"{self.instruction} {what}: nobody has waited")
+        if ((group > 0)[:, self._warpgroup] & self._active).any():
+            raise SharedMemoryError(f"{what}: nobody has waited")
 
     def sums(self, names: Sequence[str]) -> list[Array]:
         """Return registers that a product adds to: those that an earlier one brings, too."""
         return [self._registers.get(name, _NOTHING.astype(np.uint32)) for name in names]
 
-    def bring(self, names: Sequence[str], values: Array, mask: Array, operands: Sequence[str]) -> None:
-        """Write registers, uint32, that are there when somebody has waited for the products asked for by now.
+    def bring(self, names: Sequence[str], values: Array, groups: Array, operands: Sequence[str]) -> None:
+        """Write registers of warpgroups, uint32, that are there when somebody has waited for their products so far.
 
         They are read from `operands`, registers too.
         """
+        mask = self.everyone if groups.all() else np.repeat(groups, WARPGROUP, 1)
         unfenced = bool((mask & ~self._fenced).any())
         for name in (*names, *operands):
             if unfenced or (name in self._unfenced and (mask & self._unfenced[name]).any()):
-                raise SharedMemoryError(f"{self.instruction} takes {name} and no wgmma.fence lies between")
-        group, kept = np.where(mask, self.shared.products[:, self._warpgroup] + 1, 0), dict(self._unfenced)
+                raise SharedMemoryError(f"takes {name} and no wgmma.fence lies between")
+        number, kept = np.where(groups, self.shared.groups[:, : groups.shape[1]] + 1, 0), dict(self._unfenced)
         earlier = {name: self._brought.pop(name) for name in names if name in self._brought}
         for name, value in zip(names, values, strict=True):
             self.put(name, 4, value, mask)
         self._unfenced = kept
         for flying, some, before in ((self._brought, names, earlier), (self._taken, operands, self._taken)):
-            for name in some:
-                flying[name] = group if mask is self.everyone or name not in before else np.maximum(group, before[name])
+            flying.update({name: np.maximum(number, before.get(name, 0)) for name in some})
 
     def fence(self, mask: Array) -> None:
         """Let products of these threads take registers as they are."""
@@ -131,13 +131,12 @@ class Threads:
         self._unfenced = {name: late for name, who in self._unfenced.items() if (late := who & ~mask).any()}
 
     def complete(self, groups: Array, *, others: bool = False) -> None:
-        """End groups of products up to a number, (blocks, columns), whose `others` may be at work until a barrier."""
+        """End groups up to a number, (blocks, columns), whose `others` may be at work until a barrier."""
         for flying in (self._brought, self._taken):
-            arrays = {id(group): group for group in flying.values()}  # several registers have one
-            left = {key: np.where(group <= groups[:, self._warpgroup], 0, group) for key, group in arrays.items()}
-            under_way = {name: left[id(group)] for name, group in flying.items() if left[id(group)].any()}
-            flying.clear()
-            flying.update(under_way)
+            for name, group in list(flying.items()):
+                flying[name] = np.where(group <= groups[:, : group.shape[1]], 0, group)
+                if not flying[name].any():
+                    del flying[name]
         self.shared.complete(groups, others=others)
         if "tensor" in self.__dict__:
             self.tensor.complete(groups[:, :1])
@@ -148,15 +147,19 @@ class Threads:
         return TensorMemory(self.shape[0])
 
     def full(self, x: Array) -> Array:
-        """Return an array with all its blocks and threads."""
-        return np.ascontiguousarray(np.broadcast_to(x, self.shape))
+        """Return an array with all its blocks and threads, (blocks, threads, ...)."""
+        return np.ascontiguousarray(x if x.shape == self.shape else np.broadcast_to(x, (*self.shape, *x.shape[2:])))
 
-    def warps(self, mask: Array, at: Instruction) -> Array:
+    def lanes(self, x: Array) -> Array:
+        """Return what every thread has, warp by warp: (blocks, warps, lanes, ...)."""
+        return x.reshape(self.shape[0], -1, WARP, *x.shape[2:])
+
+    def warps(self, mask: Array) -> Array:
         """Return which warps execute an instruction; raise CannotRunError if part of one does."""
-        groups = self.full(mask).reshape(self.shape[0], -1, WARP)
+        groups = self.lanes(mask)
         some, every = groups.max(-1), groups.min(-1)
         if (some != every).any():
-            raise CannotRunError(f"{at} is reached by some threads of a warp alone")
+            raise CannotRunError(f"{self.instruction} is reached by some threads of a warp alone")
         return np.asarray(some)
 
     def gathered(self, mask: Array, size: int = 0) -> tuple[Array, Array | None]:
@@ -169,6 +172,12 @@ class Threads:
         Returns:
             bool (blocks, groups), and the threads that wait for others of their group.
         """
-        shown = self.full(mask).reshape(self.shape[0], -1, size or self.shape[1])
+        shown = mask.reshape(self.shape[0], -1, size or self.shape[1])
         whole = shown.min(2)
         return whole, None if shown.max() == whole.min() else (shown & ~whole[..., None]).reshape(self.shape)
+
+
+def by_number(numbers: Array, mask: Array) -> Iterator[tuple[int, Array]]:
+    """Yield every number that the threads of a mask have, and which of them do."""
+    for number in np.unique(numbers[mask]).tolist():
+        yield number, mask & (numbers == number)

@@ -4,17 +4,15 @@ Sums are computed where they are asked for. What a card might not have yet is an
 memory, that a product is still at work on, or that it does not see without a fence.
 """
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from tiebreak.backends.interpreter.numbers import Array
 from tiebreak.backends.ptx.memory import WARPGROUP
-from tiebreak.backends.ptx.operands import Run, names_of, reader
+from tiebreak.backends.ptx.operands import Row, names_of
 from tiebreak.backends.ptx.operations import TYPES
-from tiebreak.backends.ptx.parsing import Instruction
-from tiebreak.backends.ptx.products import multiplied, product_of
+from tiebreak.backends.ptx.products import KINDS, multiplied, product_of
 from tiebreak.backends.ptx.threads import Threads
 
 _ROWS = 64  # of the product of a warpgroup
@@ -42,86 +40,73 @@ def tiles(
     threads: Threads, descriptors: Array, owner: Sequence[Array], shape: tuple[int, int], kind: str, turned: bool
 ) -> Array:
     """Return what descriptors name, fp32 (descriptors, rows or columns, k); `owner`: its block, and who reads it."""
-    at = threads.instruction
     (layout,) = {int(each) & ~_FIELD for each in descriptors}
     if layout >> 49 & 15 or layout >> 61 not in _WIDTHS:  # a base offset, another mode
-        raise at.refused()
+        raise threads.instruction.refused()
     width = _WIDTHS[layout >> 61]
     starts, number = np.unique((descriptors & np.uint64(_FIELD)).astype(np.int64) * 16, return_inverse=True)
     places = starts[:, None, None] + _offsets(*shape, TYPES[kind].itemsize, turned, layout)
     places ^= places >> 3 & width - 16  # the swizzle is one of addresses: a descriptor may begin within a row
     block, column = owner
-    return threads.shared.operands(places[number], block, TYPES[kind], at, column).astype(np.float32)
+    return threads.shared.operands(places[number], block, TYPES[kind], column).astype(np.float32)
 
 
-def _product(at: Instruction, _: re.Match[str]) -> Run:
-    product, (sums, of_a, of_b, keeps, *flags) = product_of(at, "sm_90"), at.operands
-    held, names = isinstance(of_a, tuple), names_of(sums)
-    turned = [flag == "1" for flag in flags[2:]]
-    a_turned, b_turned = (turned or [False, False]) if not held else (False, *(turned or [False]))
-    if flags[:2] != ["1", "1"] or any(name not in at.types for name in names):  # negated operands
-        raise at.refused()
-    a_reads = [reader(name, "u32" if held else "u64", at) for name in names_of(of_a)]
-    b_read, keep = reader(of_b, "u64", at), reader(keeps, "pred", at)
-
-    def multiply(threads: Threads, mask: Array) -> Array | None:
-        groups, waits = threads.gathered(mask, WARPGROUP)
-        owner = block, _ = groups.nonzero()
-        if not len(block):
-            return waits
-        everyone = len(block) == groups.size
-        numbers = slice(None) if everyone else groups.ravel().nonzero()[0]
-
-        def taken(values: Sequence[Array]) -> list[Array]:
-            """Return registers of the threads that multiply, (warpgroups, threads)."""
-            return [threads.full(value).reshape(-1, WARPGROUP)[numbers] for value in values]
-
-        a, (keeps,), (columns,) = (
-            taken([read(threads) for read in a_reads]),
-            taken([keep(threads)]),
-            taken([b_read(threads)]),
-        )
-        c = [value if keeps.all() else np.where(keeps, value, np.uint32(0)) for value in taken(threads.sums(names))]
-        right = tiles(threads, columns[:, 0], owner, (product.n, product.k), product.b, turned=b_turned)
-        if held:
-            left = product.left(a)
-        else:
-            left = tiles(threads, a[0][:, 0], owner, (_ROWS, product.k), product.a, turned=a_turned)
-        pairs = np.arange(len(right) * _ROWS // 16), np.repeat(np.arange(len(right)), _ROWS // 16)
-        d = multiplied(left.reshape(-1, 16, product.k), right, pairs, product.sums(c), product.core)
-        values = np.empty((len(names), groups.size, WARPGROUP), np.uint32)
-        for value, made in zip(values, product.registers(d, (-1, WARPGROUP)), strict=True):
-            value[numbers] = made
-        shown = threads.everyone if everyone else np.repeat(groups, WARPGROUP, 1)
-        threads.bring(names, values.reshape(-1, *threads.shape), shown, names_of(of_a) if held else ())
+def _multiply(
+    threads: Threads,
+    mask: Array,
+    of_a: list[Array],
+    of_b: Array,
+    keeps: Array,
+    *turned: int,
+    **kinds: str,
+) -> Array | None:
+    """Multiply where all four warps have come: A is in registers, or named by a descriptor as B is."""
+    names, a_names = map(names_of, threads.instruction.operands[:2])
+    groups, waits = threads.gathered(mask, WARPGROUP)
+    owner = block, _ = groups.nonzero()
+    if not len(block):
         return waits
+    product, held = product_of("sm_90", **kinds), len(a_names) > 1
+    *a_turned, b_turned = turned or (0, 0)
+    numbers = slice(None) if groups.all() else groups.ravel().nonzero()[0]
 
-    return multiply
+    def taken(value: Array) -> Array:
+        """Return a register of the threads that multiply, (warpgroups, threads)."""
+        return threads.full(value).reshape(-1, WARPGROUP)[numbers]
+
+    a, keep, columns = [taken(value) for value in of_a], taken(keeps), taken(of_b)[:, 0]
+    c = [taken(value) if keep.all() else np.where(keep, taken(value), np.uint32(0)) for value in threads.sums(names)]
+    right = tiles(threads, columns, owner, (product.n, product.k), product.b, turned=b_turned == 1)
+    if held:
+        left = product.left([value.astype(np.uint32) for value in a])
+    else:
+        left = tiles(threads, a[0][:, 0], owner, (_ROWS, product.k), product.a, turned=a_turned == [1])
+    pairs = np.arange(len(right) * _ROWS // 16), np.repeat(np.arange(len(right)), _ROWS // 16)
+    d = multiplied(left.reshape(-1, 16, product.k), right, pairs, product.sums(c), product.core)
+    values = np.empty((len(names), groups.size, WARPGROUP), np.uint32)
+    for value, made in zip(values, product.registers(d, (-1, WARPGROUP)), strict=True):
+        value[numbers] = made
+    threads.bring(names, values.reshape(-1, *threads.shape), groups, a_names if held else ())
+    return waits
 
 
-def _synchronise(at: Instruction, match: re.Match[str]) -> Run:
-    def meet(threads: Threads, mask: Array) -> Array | None:
-        groups, waits = threads.gathered(mask, WARPGROUP)
-        shown = np.pad(groups, ((0, 0), (0, 1)))  # without copies
-        if match[1] == "commit_group":
-            threads.shared.products += shown
-        elif match[1] == "wait_group":
-            others = threads.shape[1] > WARPGROUP  # may still be at work
-            done = np.where(shown, threads.shared.products - int(str(at.operands[0])), 0)
-            threads.complete(done, others=others)
-        else:
-            threads.fence(np.repeat(groups, WARPGROUP, 1))
-        return waits
-
-    return meet
+def _fence(threads: Threads, mask: Array) -> Array | None:
+    groups, waits = threads.gathered(mask, WARPGROUP)
+    threads.fence(np.repeat(groups, WARPGROUP, 1))
+    return waits
 
 
-def _proxy_fence(_: Instruction, __: re.Match[str]) -> Run:
-    return lambda threads, mask: threads.shared.fence(threads.full(mask).max(1, keepdims=True))
+def _show_writes(threads: Threads, mask: Array) -> None:
+    """Let products see what threads wrote."""
+    threads.shared.fence(mask.max(1, keepdims=True))
 
 
-BINDERS: Mapping[str, Callable[[Instruction, re.Match[str]], Run]] = {
-    r"wgmma\.mma_async\..*": _product,
-    r"wgmma\.(fence|commit_group|wait_group)\.sync\.aligned": _synchronise,
-    r"fence\.proxy\.async(?:\.shared::cta)?": _proxy_fence,
-}
+ROWS = (
+    Row(
+        rf"wgmma\.mma_async\.sync\.aligned\.m64n(?P<n>\d+)k(?P<k>\d+)\.f32\.{KINDS}",
+        "- u64* u64 pred =1 =1 n? n?",
+        _multiply,
+    ),
+    Row(r"wgmma\.fence\.sync\.aligned", "", _fence),
+    Row(r"fence\.proxy\.async(?:\.shared::cta)?", "", _show_writes),
+)

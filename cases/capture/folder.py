@@ -1,15 +1,14 @@
 """A folder of captures under a budget: the least telling give way, and no reader ever sees half a file."""
 
-import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
 from torch import Tensor
 
+from tiebreak.cases import runner
 from tiebreak.cases.capture.interest import Candidate
 from tiebreak.cases.capture.watch import CaptureError
 from tiebreak.cases.captured import FILE
@@ -39,18 +38,14 @@ class Folder:
         """Make the folder if it is missing, and read which files earlier runs left.
 
         The budget, in bytes, is that of the whole folder; the processes, `rank` of `ranks`, have equal shares.
-        CaptureError: no safetensors, no right to write, or no room next to files that are not of `capture`.
+        CaptureError: no right to write, or no room next to files that are not of `capture`.
         """
-        try:
-            self._save = import_module("safetensors.torch").save_file
-        except ImportError as error:
-            raise CaptureError("capture writes safetensors files: pip install safetensors") from error
         self.path, self._suffix = path, f"-rank{rank}" if ranks > 1 else ""
         with _write_errors(path):
             path.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=path, prefix=".writable-"):
                 pass
-            for left in path.glob(f".inputs-*{self._suffix or '[0-9]'}.partial"):
+            for left in path.glob(f"inputs-*{self._suffix or '[0-9]'}.safetensors.partial"):
                 left.unlink(missing_ok=True)  # of a run that was killed
             suffixes = {file: match[2] or "" for file in path.iterdir() if (match := FILE.fullmatch(file.name))}
             sizes = {file: file.stat().st_size for file in suffixes}
@@ -95,16 +90,11 @@ class Folder:
             return None
         if path.exists():
             raise FileExistsError(path)
-        partial = path.with_name(f".{path.stem}.partial")
         tensors, metadata = _content(step, layers)
         metadata["telling"] = f"{telling:.6g}"
         with _write_errors(self.path):
-            try:
-                self._save(tensors, partial, metadata)
-                size = partial.stat().st_size
-                os.replace(partial, path)
-            finally:
-                partial.unlink(missing_ok=True)
+            runner.write(path, tensors, metadata)
+            size = path.stat().st_size
         self._make_room(size)
         self.kept[path] = Kept(size, telling, metadata)
         return path
@@ -127,12 +117,10 @@ def _write_errors(folder: Path) -> Iterator[None]:
 
 def _told(path: Path) -> tuple[float, Mapping[str, str]] | None:
     """Return how telling a file is, and its metadata; None where `capture` did not write it, which it never touches."""
-    safetensors = import_module("safetensors")
     try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            words = file.metadata() or {}
-            return float(words["telling"]), words
-    except (OSError, KeyError, ValueError, safetensors.SafetensorError):
+        _, words = runner.read(path)
+        return float(words["telling"]), words
+    except (OSError, KeyError, ValueError):
         return None
 
 
@@ -142,8 +130,7 @@ def _content(step: int, layers: Sequence[Candidate]) -> tuple[dict[str, Tensor],
     for layer in layers:
         key, call = f"layer{layer.layer}", layer.call
         parts = {"q": call.q, "k": call.k, "v": call.v, "o": layer.o, **({} if layer.do is None else {"do": layer.do})}
-        host = {name: part.cpu().contiguous() for name, part in parts.items()}
-        tensors |= {f"{key}.{name}": part for name, part in host.items()} | {f"{key}.heads": layer.heads.cpu()}
+        tensors |= {f"{key}.{name}": part for name, part in parts.items()} | {f"{key}.heads": layer.heads}
         details |= {f"{key}.causal": str(call.causal).lower(), f"{key}.name": layer.name}
         details |= {} if layer.trained else {f"{key}.forward": "true"}
         details |= {} if call.scale is None else {f"{key}.scale": repr(call.scale)}

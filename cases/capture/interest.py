@@ -144,13 +144,7 @@ def candidate(name: str, layer: int, call: AttentionCall, o: Tensor, pairs: int,
 
 
 def _look(
-    name: str,
-    layer: int,
-    call: AttentionCall,
-    o: Tensor,
-    most: tuple[int, int, int],
-    first: int,
-    entries: list[int],
+    name: str, layer: int, call: AttentionCall, o: Tensor, most: tuple[int, int, int], first: int, entries: list[int]
 ) -> tuple[Tensor, Candidate]:
     """Return the most telling heads of a call without padding, and how telling the first of them is."""
     pairs, tokens, turn = most

@@ -118,10 +118,8 @@ def sdpa_call(
     """Return a call of `torch.nn.functional.scaled_dot_product_attention`; NotHeldError: the format can't hold it."""
     del enable_gqa  # the shapes say it
     if more:
-        raise NotHeldError(f"{', '.join(more)}")
-    if dropout_p > 0:
-        raise NotHeldError("dropout")
-    q, k, v = _as_the_kernel_takes(query, key, value)
+        raise NotHeldError(", ".join(more))
+    q, k, v = _as_the_kernel_takes(query, key, value, dropout=dropout_p)
     mask = _Mask(is_causal)
     if attn_mask is not None:
         mask = _read_mask(attn_mask, q.shape[0], q.shape[2], k.shape[2])
@@ -149,9 +147,7 @@ def hugging_face_call(
     for word, reason in _UNHELD_WORDS.items():
         if more.get(word) is not None:
             raise NotHeldError(reason)
-    if dropout > 0:
-        raise NotHeldError("dropout")
-    q, k, v = _as_the_kernel_takes(query, key, value)
+    q, k, v = _as_the_kernel_takes(query, key, value, dropout=dropout)
     window, mask = more.get("sliding_window"), attention_mask
     if name != "eager" and window is not None and window < k.shape[2]:
         raise NotHeldError("a sliding window")
@@ -188,8 +184,10 @@ def plain_call(
     return AttentionCall(q, k, v, mask.causal, scale, power if scale is None else 1.0, sure, mask.spans)
 
 
-def _as_the_kernel_takes(*given: Tensor) -> list[Tensor]:
+def _as_the_kernel_takes(*given: Tensor, dropout: float = 0.0) -> list[Tensor]:
     """Return q, k and v, detached; under autocast in its format."""
+    if dropout > 0:
+        raise NotHeldError("dropout")
     for tensor in given:
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_nested:
             raise NotHeldError("nested tensors" if tensor.is_nested else f"tensors of class {type(tensor).__name__}")

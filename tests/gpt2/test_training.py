@@ -347,15 +347,6 @@ def test_a_users_kernel_trains_and_a_preset_is_written_with_either_dash(
     assert "linear layers in bf16" in printed
 
 
-def test_safetensors_is_missed_before_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    assert _train(tmp_path / "run") == 2
-    assert "pip install safetensors" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
-
-
 def test_checkpoints_of_another_run_or_cut_short_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

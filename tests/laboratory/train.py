@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
-from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
@@ -197,8 +196,6 @@ def _backend(name: str) -> Backend:
     backend = BACKENDS[name]
     if (reason := backend.unavailable()) is not None:
         raise UsageError(f"--backend {name}: {reason}")
-    if find_spec("safetensors") is None:
-        raise UsageError("safetensors keeps the attention inputs of an explosion: pip install safetensors")
     backend.set_up()
     if backend.device != "cpu" and "LOCAL_RANK" in os.environ:
         place, there = int(os.environ["LOCAL_RANK"]), torch.accelerator.device_count()

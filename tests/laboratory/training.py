@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tiebreak.cases import runner
 from tiebreak.cases.gpt2.attention import Observation, Observer
 from tiebreak.cases.gpt2.data import Batches
 from tiebreak.cases.gpt2.model import CLIP, GPT2, adamw
@@ -261,8 +262,6 @@ class Captures:
         element that is not finite are left out: after the explosion there is nothing to learn from them. The files say
         `metadata` beside step, layers and causal.
         """
-        from safetensors.torch import save_file
-
         paths: list[Path] = []
         for step, layers in self.kept:
             tensors: dict[str, Tensor] = {}
@@ -270,13 +269,11 @@ class Captures:
                 order = torch.tensor([head for heads in parts for head in heads]).argsort()
                 wide = torch.cat(list(parts.values()), 1)[:, order]
                 narrow = wide.bfloat16()
-                tensors[name] = (narrow if torch.equal(narrow.float(), wide) else wide).cpu().contiguous()
+                tensors[name] = narrow if torch.equal(narrow.float(), wide) else wide
             if all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
                 paths.append(folder / f"inputs-{step:06d}.safetensors")
-                partial = paths[-1].with_suffix(".partial")
                 labels = {**metadata, "step": str(step), "layers": str(len(tensors) // 4), "causal": "true"}
-                save_file(tensors, partial, labels)
-                os.replace(partial, paths[-1])
+                runner.write(paths[-1], tensors, labels)
         return paths
 
 

@@ -5,7 +5,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -96,16 +96,16 @@ def _cells_path(config: pytest.Config) -> tuple[str, ...]:
     return (Path(os.path.relpath(here, stands)).as_posix(),)
 
 
-def _selection(config: pytest.Config) -> Selection:
-    alike = ("kernels", "cases", "plan", "captured", "experiments", "features")
+def selection_of(option: Callable[[str], Any]) -> Selection:
+    """Return the cells that options ask for, by what gives their values."""
     return Selection(
-        backends=config.getoption("backend"),
-        formats=config.getoption("dtype"),
-        kernel=tuple(config.getoption("kernel")),
-        declare=tuple(config.getoption("declare")),
-        card=config.getoption("as"),
-        emulated_backward=config.getoption("backward") == "emulated",
-        **{name: config.getoption(name) for name in alike},
+        backends=option("backend"),
+        formats=option("dtype"),
+        kernel=tuple(option("kernel") or ()),
+        declare=tuple(option("declare") or ()),
+        card=option("as"),
+        emulated_backward=option("backward") == "emulated",
+        **{name: option(name) for name in ("kernels", "cases", "plan", "captured", "experiments", "features")},
     )
 
 
@@ -121,7 +121,7 @@ def pytest_configure(config: pytest.Config) -> None:
         options.refuse_twice(config.invocation_params.args if on_controller else ())
         options.refuse_wrong(config.getoption)
         settings, budget = _settings(config), _budget(config)
-        chosen, unavailable = cells(_selection(config))
+        chosen, unavailable = cells(selection_of(config.getoption))
         if options.is_default(config.getoption):
             processes = worker_input.get("workercount", max(1, len(config.getoption("tx", ()))))
             budget = Budget.by_default(chosen, processes)
@@ -188,7 +188,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
         return None
     try:
-        chosen = matching_backends(_selection(config))
+        chosen = matching_backends(selection_of(config.getoption))
     except UsageError:  # which pytest_configure tells
         return None
     limits = [backend.worker_limit() for backend in chosen if backend.unavailable() is None]

@@ -1,7 +1,7 @@
 """`tiebreak model`: what the attention of your model meets, and which kernels would be biased by it, in which heads."""
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,25 +10,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tiebreak.backends.backend import CPU, EMULATION, Backend
+from tiebreak.backends.backend import Backend
 from tiebreak.cases.capture.interest import FEW, SINK, UNLIKE
-from tiebreak.cases.capture.watch import AttentionCall, ModelWatch, NotHeldError, Place
+from tiebreak.cases.capture.watch import AttentionCall, NotHeldError, Place
 from tiebreak.cases.captured import uncancelled_ulps
-from tiebreak.cases.verdicts import CONFIDENCE, BiasVerdict, Interval, judge, quantile
+from tiebreak.cases.verdicts import CONFIDENCE, BiasVerdict, Interval, interval, judge
 from tiebreak.kernels.formats import BF16, Format
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError, Kernel, first_line
 from tiebreak.kernels.reference import Reference, reference
 from tiebreak.matrix.pairs.through_model import OwnModel, attention, inputs_of, own_model, shown
-from tiebreak.matrix.selection import Selection, matching_backends
+from tiebreak.matrix.result import recorded
 from tiebreak.matrix.trial import raised
 from tiebreak.programs.identify import FORMATS
-from tiebreak.programs.pair import kernel_of, plan_of
+from tiebreak.programs.pair import kernel_of
 from tiebreak.reports import terminal
 from tiebreak.reports.cli import FAILED, PASSED, Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records.decode import SCHEMA, encode
-from tiebreak.reports.records.record import Estimate
 from tiebreak.reports.tables import grids
 from tiebreak.reports.tables.grids import Grid
 from tiebreak.reports.tables.run import counted
@@ -55,12 +54,12 @@ class Measured:
     """The attention of a model, each call asked as it comes: tensors are (sequences, heads), one for each layer."""
 
     name: str
-    kernels: Mapping[str, tuple[Kernel, Backend]]
+    kernels: Mapping[str, tuple[Backend, Kernel]]
     fmt: Format
     tell: Callable[[str], None]
     errors: dict[str, list[Tensor]]  # ulp, by kernel, of those that took all calls
     heads: list[Head] = field(default_factory=list)
-    met: defaultdict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))  # shares of rows, by what
+    met: list[dict[str, Tensor]] = field(default_factory=list)  # shares of rows, by what
     scores: list[float] = field(default_factory=list)  # the largest of each layer
     refused: dict[str, str] = field(default_factory=dict)  # kernels that take no such calls, and why
     wrong: dict[str, str] = field(default_factory=dict)  # kernels that raised, gave NaN or another function, and where
@@ -75,7 +74,7 @@ class Measured:
     @cached_property
     def rows(self) -> Mapping[str, Tensor]:
         """The shares of rows of all heads, likewise, by what they meet."""
-        return {what: torch.cat(shares, 1) for what, shares in self.met.items()}
+        return {what: torch.cat([met[what] for met in self.met], 1) for what in self.met[0]}
 
     @property
     def calls(self) -> str:
@@ -96,8 +95,7 @@ class Measured:
         ref, layer = reference(inputs), len(self.scores)
         self.tell(f"layer {layer}, {place.module}")
         met, largest = _met(inputs, ref)
-        for what, share in met.items():
-            self.met[what].append(share)
+        self.met.append(met)
         self.scores.append(largest)
         for name in list(self.errors):
             if (error := self._ask(name, inputs, ref, layer)) is None:
@@ -111,7 +109,7 @@ class Measured:
 
     def _ask(self, name: str, inputs: AttentionInputs, ref: Reference, layer: int) -> Tensor | None:
         """Return a kernel's mean signed error in ulps, by sequence and head; None: it gave none, and is told of."""
-        kernel, backend = self.kernels[name]
+        backend, kernel = self.kernels[name]
         try:
             o = attention(kernel, backend, inputs)
         except CannotRunError as reason:
@@ -134,11 +132,8 @@ class Measured:
         """Return a kernel's bias in one head, at the confidence of all heads together, or in the mean of all."""
         bias = self.bias[kernel]
         values, of = (bias.nanmean(1), 1) if head is None else (bias[:, head], bias.shape[1])
-        values = values[values.isfinite()]
-        count = values.numel()
-        wide = math.inf if count < _FEWEST else quantile(count, 1 - (1 - CONFIDENCE) / of, looks=1)
-        mean = values.mean().item() if count else math.nan
-        return Interval(mean, wide * values.std().item() / math.sqrt(count) if count > 1 else math.inf)
+        found = interval(values[values.isfinite()], 1 - (1 - CONFIDENCE) / of, looks=1)
+        return found if values.isfinite().sum() >= _FEWEST else Interval(found.mean, math.inf)
 
     def worst(self, kernel: str) -> int:
         """Return the column of the head that is most surely biased; without intervals, of the largest mean."""
@@ -172,33 +167,27 @@ class Measured:
         rows = []
         for name in self.bias:
             found, worst = self.verdicts(name), self.worst(name)
-            counts = (
-                found[BiasVerdict.BIASED],
-                len(self.heads) - found[BiasVerdict.BIASED] - found[BiasVerdict.UNBIASED],
-            )
-            at, means = f"{self.heads[worst].layer}, {self.heads[worst].head}", (worst, None)
-            rows.append([name, *counts, at, *(_told(self.interval(name, head)) for head in means)])
+            biased, unbiased = found[BiasVerdict.BIASED], found[BiasVerdict.UNBIASED]
+            at = f"{self.heads[worst].layer}, {self.heads[worst].head}"
+            means = (_told(self.interval(name, head)) for head in (worst, None))
+            rows.append([name, biased, len(self.heads) - biased - unbiased, at, *means])
         return Grid(["kernel", "biased", "undecided", "layer, head of most", "its bias", "of all heads"], rows)
 
     def as_json(self) -> str:
         """Return all of it: kernels, and heads with the shares of their rows and the bias of each kernel."""
-
-        def bias(name: str, head: int | None = None) -> Estimate:
-            interval = self.interval(name, head)
-            return Estimate.of(interval.mean, interval.half_width)
-
         kept = {name: getattr(self, name) for name in ("name", "calls", "refused", "wrong", "unseen")}
         heads = [
             {
                 **head._asdict(),
                 "rows": {what: share[:, at].mean().item() for what, share in self.rows.items()},
-                "bias": {name: bias(name, at) for name in self.bias},
+                "bias": recorded({name: self.interval(name, at) for name in self.bias}),
                 "verdict": {name: judge(self.interval(name, at)).value for name in self.bias},
             }
             for at, head in enumerate(self.heads)
         ]
         kept["largest"] = max(self.scores)
-        return encode({"schema": SCHEMA, **kept, "bias": {name: bias(name) for name in self.bias}, "heads": heads}, 2)
+        kept["bias"] = recorded({name: self.interval(name) for name in self.bias})
+        return encode({"schema": SCHEMA, **kept, "heads": heads}, 2)
 
     def _verdict(self, kernel: str) -> str:
         found = self.verdicts(kernel)
@@ -223,7 +212,7 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_intermixed_args(arguments)
     terminal.check_folders(json=options.json)
     names = list(dict.fromkeys(options.kernel or _PLANS))
-    kernels = {name: _kernel(name, options.backend, options.declare) for name in names}
+    kernels = {name: kernel_of(name, options.backend, None, options.declare) for name in names}
     model = own_model(options.model, "")
     fmt = FORMATS[options.dtype] if options.dtype else next(iter(model.formats), BF16)
     measured = measure(model, kernels, fmt, lambda line: terminal.say(f"model: {line}"))
@@ -240,18 +229,9 @@ def main(arguments: Sequence[str]) -> int:
     return PASSED if word == "PASS" else FAILED
 
 
-def _kernel(name: str, backend: str | None, declare: Sequence[str]) -> tuple[Kernel, Backend]:
-    plan = plan_of(name)
-    where = (CPU if plan is None else EMULATION).name if backend is None else backend
-    found = matching_backends(Selection(backends=where))
-    if len(found) > 1:
-        raise UsageError(f"--backend {backend}: expected one name")
-    return kernel_of(name, plan, found[0], declare), found[0]
-
-
 def measure(
     model: OwnModel,
-    kernels: Mapping[str, tuple[Kernel, Backend]],
+    kernels: Mapping[str, tuple[Backend, Kernel]],
     fmt: Format = BF16,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Measured:
@@ -263,17 +243,14 @@ def measure(
     if len(set(map(tuple, model.tokens.tolist()))) < len(model.tokens):
         raise UsageError(f"{model.name}: tokens has a sequence twice, and sequences are the samples")
     calls = Measured(model.name, kernels, fmt, tell, errors={name: [] for name in kernels})
-    watch = ModelWatch(model.module, {}, calls.look)
     try:
-        with torch.no_grad(), watch.installed():
-            watch.look(True)
-            model.module(model.tokens)
+        model.run(calls.look)
     except (Exception, SystemExit) as error:  # whatever a user's model raises
         raise UsageError(f"{model.name}: the model raised {shown(error)}") from error
     if not calls.met:
         why = "; ".join(f"calls with {why}" for why in calls.unseen) or "it calls neither torch's nor Hugging Face's"
         raise UsageError(f"{model.name}: no call of attention could be asked: {why}")
-    if len({len(share) for shares in calls.met.values() for share in shares}) > 1:
+    if len({len(share) for met in calls.met for share in met.values()}) > 1:
         raise UsageError(f"{model.name}: its layers are called with different numbers of sequences")
     return calls
 
@@ -303,11 +280,7 @@ def _parser() -> Parser:
         " that is not told; 2 bad usage",
     )
     add = parser.add_argument
-    add(
-        "model",
-        metavar="FILE.py:FUNCTION",
-        help="takes nothing and returns (module, tokens), a row a sequence",
-    )
+    add("model", metavar="FILE.py:FUNCTION", help="takes nothing and returns (module, tokens), a row a sequence")
     add("kernel", nargs="*", metavar="KERNEL", help=f"as of tiebreak pair (default: {', '.join(_PLANS)})")
     add("--backend", metavar="NAME", help="of the kernels (default: cpu; of a plan: emulation)")
     add("--declare", action="append", default=[], metavar="WORD=VALUE", help="as of tiebreak check")

@@ -6,46 +6,52 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace as with_fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal
 
 from msgspec.structs import replace
 
 from tiebreak.backends.backend import CPU, EMULATION, Backend
+from tiebreak.cases.captured import captured_cases
+from tiebreak.cases.case import Case
+from tiebreak.cases.feature_cases import EVERY
 from tiebreak.cases.gpt2.fixture import Way
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.external.kernels import users_kernel
 from tiebreak.kernels.external.loading import EXPECTED
 from tiebreak.kernels.external.options import LoadError, declared_options
-from tiebreak.kernels.formats import BF16
-from tiebreak.kernels.kernel import Declaration, Kernel, composed
+from tiebreak.kernels.formats import BF16, Formats
+from tiebreak.kernels.kernel import Kernel, composed
 from tiebreak.matrix.identification.asking import ProbedKernel
+from tiebreak.matrix.identification.candidates import accepted, on_device
 from tiebreak.matrix.identification.identity import identify
 from tiebreak.matrix.identification.settling import UnidentifiedError
-from tiebreak.matrix.pairs import Side
+from tiebreak.matrix.pairs import Side, bits_of
 from tiebreak.matrix.pairs.judgement import CASES, KNOWN, QUESTIONS, Tell, apply_limits, judge_pair
 from tiebreak.matrix.pairs.through_model import SuiteModel, own_model, through_model
 from tiebreak.matrix.selection import Selection, matching_backends
 from tiebreak.matrix.trial import raised
-from tiebreak.matrix.workbench import Settings
+from tiebreak.matrix.workbench import CaseBench, Settings
+from tiebreak.programs.files import backend as files
+from tiebreak.programs.files import judge
 from tiebreak.programs.files.backend import CallFolder
-from tiebreak.programs.files.pairing import cases_of, folder_of, probed, settings_of, side_of
 from tiebreak.programs.identify import FORMATS
 from tiebreak.reports import terminal
+from tiebreak.reports.calls import MANIFEST
 from tiebreak.reports.cli import FAILED, PASSED, Parser, count, positive
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.names import first_few, pick
+from tiebreak.reports.names import first_few, pick, split
 from tiebreak.reports.page.svg import as_file, draw
-from tiebreak.reports.pairs.log_probabilities import MEASURES, figures
+from tiebreak.reports.pairs.log_probabilities import MEASURES, SIDES, figures
 from tiebreak.reports.pairs.verdict import PairVerdict
+from tiebreak.reports.records.record import FOLLOWED
 from tiebreak.reports.records.store import as_text
 from tiebreak.reports.tables import grids
-from tiebreak.reports.tables.run import counted
-from tiebreak.reports.tables.texts import percent
 
 _GPT2, _NONE = "gpt2", "none"  # instead of a user's model
 _HEADS = 64  # of a case at first
 _NAMED = 3  # inputs that a plan does not explain
+_FITTED = 3  # cases by which the plan of answers is told: of the calls that are compared, as no others were asked
 Target = str | Callable[..., Any]
 
 
@@ -67,83 +73,67 @@ def main(arguments: Sequence[str]) -> int:
     return PASSED if verdict.ok else FAILED
 
 
-class PairOptions(TypedDict, total=False):
-    """The options of `tiebreak pair`; its --help says what each does."""
-
-    backend: str | None
-    card: str | None  # --as
-    declare: Sequence[str]
-    cases: str | None
-    dtype: Literal["bf16", "fp16"] | None
-    heads: int
-    seed: int
-    model: str | None
-    limits: Mapping[str, float]
-
-
-def pair(a: Target, b: Target, *, tell: Tell = lambda line: None, **options: Unpack[PairOptions]) -> PairVerdict:
+def pair(
+    a: Target,
+    b: Target,
+    *,
+    backend: str | None = None,
+    card: str | None = None,
+    declare: Sequence[str] = (),
+    cases: str | None = None,
+    dtype: Literal["bf16", "fp16"] | None = None,
+    heads: int = _HEADS,
+    seed: int = 1,
+    model: str | None = None,
+    limits: Mapping[str, float] | Sequence[tuple[str, float]] = (),
+    tell: Tell = lambda line: None,
+) -> PairVerdict:
     """Compare two attention kernels, as `tiebreak pair` does, in this process.
 
     Args:
         a, b: functions, or targets as of `tiebreak check`, plans as of `--plan`, or kernels of a backend by name.
+        backend, declare, cases, dtype, heads, seed, model, limits: as the command's options; card: as its `--as`.
         tell: is told how far it is.
-        options: those of the command: backend, card (`--as`), declare, cases, dtype, heads, seed, model, limits (a
-            mapping).
 
     Returns:
         What there is to say of them: ok, headline, severity, calls... Printed, it is what the command prints first.
 
     Raises:
-        tiebreak.reports.errors.UsageError: an option that there is not, or of no such value; a side that can't be
-            found or asked.
+        tiebreak.reports.errors.UsageError: an option of no such value; a side that can't be found or asked.
     """
-    chosen = _parser().parse_args(["a", "b"])
-    if unknown := options.keys() - vars(chosen).keys():
-        raise UsageError(f"tiebreak.pair has no {', '.join(sorted(unknown))}; it has {', '.join(vars(chosen))}")
-    vars(chosen).update(options)
-    limits, fmt = dict(chosen.limits), FORMATS.get(chosen.dtype or BF16.name)
+    allowed, fmt = dict(limits), FORMATS.get(dtype or BF16.name)
     if fmt is None:
-        raise UsageError(f"--dtype {chosen.dtype}: expected {' or '.join(FORMATS)}")
-    if wrong := [name for name in limits if name not in MEASURES or chosen.model == _NONE]:
+        raise UsageError(f"--dtype {dtype}: expected {' or '.join(FORMATS)}")
+    if wrong := [name for name in allowed if name not in MEASURES or model == _NONE]:
         raise UsageError(f"--limit {wrong[0]}: expected {', '.join(MEASURES)}, of log-probabilities through a model")
-    folders = [folder_of(target) for target in (a, b)]
-    plans = [None if folder else plan_of(target) for target, folder in zip((a, b), folders, strict=True)]
-    names = (chosen.backend or ",".join((CPU if plan is None else EMULATION).name for plan in plans)).split(",")
-    cards = [chosen.card] if chosen.card is None else chosen.card.split(",")
-    found = [matching_backends(Selection(backends=",".join(names), card=card)) for card in cards]
-    by_name = [{backend.name: backend for backend in each} for each in (found[0], found[-1])]
-    for flag, given, several in (("backend", chosen.backend, names), ("as", chosen.card, cards)):
-        if len(several) > len(plans) or not by_name[0].keys() >= set(names):
-            raise UsageError(f"--{flag} {given}: expected one name for both, or one each")
-    backends = by_name[0][names[0]], by_name[1][names[-1]]
-    slow = any(backend.slower > 1 for backend in backends)
+    folders, names, cards = [*map(_folder_of, (a, b))], _of_each("backend", backend), _of_each("as", card)
     kernels = [
-        probed(folder, Path(str(target)).name, chosen.declare)
+        _answering(folder, Path(str(target)).name, declare)
         if folder
-        else ProbedKernel(backend, kernel_of(target, plan, backend, chosen.declare), fmt)
-        for target, plan, backend, folder in zip((a, b), plans, backends, folders, strict=True)
+        else ProbedKernel(*kernel_of(target, name, card, declare, beside), fmt)
+        for target, name, beside, card, folder in zip((a, b), names, names[::-1], cards, folders, strict=True)
     ]
     if any(folders):
-        return _answered((a, b), kernels, folders, chosen.cases, tell)
-    cases, executed = _cases(chosen.cases, slow), any(backend.pace == "executed" for backend in backends)
+        return _answered((a, b), kernels, folders, cases, tell)
+    backends = [kernel.backend for kernel in kernels]
+    slow, executed = any(x.slower > 1 for x in backends), any(x.pace == "executed" for x in backends)
+    asked = [name for name in CASES if not (slow and name in QUESTIONS)]  # of slow calls no questions
+    if cases is not None:
+        asked = pick("case", cases, KNOWN, "`tiebreak list cases` names", "--cases")
     ways = (Way.PREFILL,) if executed else tuple(Way)  # token by token it takes many calls
-    model = SuiteModel(ways) if chosen.model in (None, _GPT2, _NONE) else own_model(chosen.model)
-    formats = tuple(FORMATS.values()) if chosen.dtype is None else (fmt,)
-    through = partial(through_model, formats=formats, model=model, tell=tell)
-    first = _side(_name(a), kernels[0], chosen.seed, tell)
-    same = (a, names[0], cards[0]) == (b, names[-1], cards[-1])  # one kernel is asked once
-    sides = first, first if same else _side(_name(b), kernels[1], chosen.seed, tell)
-    no_model = chosen.model == _NONE or (slow and chosen.model is None)
-    verdict = judge_pair(sides, fmt, cases, Settings(chosen.seed, chosen.heads), tell, None if no_model else through)
-    unasked = (
-        ("invariance", chosen.cases, "--cases names"),
-        ("log-probabilities", chosen.model, f"--model {_GPT2} asks"),
-    )
-    slowly = [
-        f"{what}, which takes minutes on {names[0]}: {how} for it" for what, given, how in unasked if given is None
-    ]
+    reads = SuiteModel(ways) if model in (None, _GPT2, _NONE) else own_model(model)
+    formats = tuple(FORMATS.values()) if dtype is None else (fmt,)
+    through = partial(through_model, formats=formats, model=reads, tell=tell)
+    first = _side(_name(a), kernels[0], seed, tell)
+    same = (a, names[0], cards[0]) == (b, names[1], cards[1])  # one kernel is asked once
+    sides = first, first if same else _side(_name(b), kernels[1], seed, tell)
+    no_model = model == _NONE or (slow and model is None)
+    verdict = judge_pair(sides, fmt, asked, Settings(seed, heads), tell, None if no_model else through)
+    ways_to_ask = {"invariance": (cases, "--cases names"), "log-probabilities": (model, f"--model {_GPT2} asks")}
+    minutes = f"which takes minutes on {backends[0].name}"
+    slowly = [f"{what}, {minutes}: {how} for it" for what, (given, how) in ways_to_ask.items() if given is None]
     slowly += ["the model's tokens in chunks or one by one, which takes an hour"] * (executed and not no_model)
-    return apply_limits(replace(verdict, left_out=tuple(slowly) if slow else ()), limits)
+    return apply_limits(replace(verdict, left_out=tuple(slowly) if slow else ()), allowed)
 
 
 def _answered(
@@ -154,7 +144,7 @@ def _answered(
     tell: Tell,
 ) -> PairVerdict:
     """Compare sides of which one or both are folders of answers, on the calls in these alone."""
-    own, settings = cases_of(folders), settings_of(folders)
+    own, settings = _cases_of([folder for folder in folders if folder])
     chosen = [*own] if names is None else pick("case", names, own, "both folders have others", "--cases")
     formats = {each.fmt for each, folder in zip(kernels, folders, strict=True) if folder}
     if len(formats) > 1:
@@ -162,35 +152,100 @@ def _answered(
     fmt, made = formats.pop(), list[Side]()
     for at, (target, kernel, folder) in enumerate(zip(targets, kernels, folders, strict=True)):
         cases = [own[name][at] for name in chosen]
-        side = side_of(_name(target), kernel, cases, settings) if folder else None
+        side = _side_of_answers(_name(target), kernel, cases, settings) if folder else None
         made.append(side or _side(_name(target), with_fields(kernel, fmt=fmt), settings.seed, tell))
     left = "invariance, log-probabilities: outputs that are here are of these calls alone"
     return replace(judge_pair((made[0], made[1]), fmt, chosen, settings, tell, None, own), left_out=(left,))
 
 
-def _cases(names: str | None, slow: bool) -> Sequence[str]:
-    """Return the cases and questions of these names; by default the usual ones, without questions if calls are slow."""
-    if names is None:
-        return [name for name in CASES if not (slow and name in QUESTIONS)]
-    return pick("case", names, KNOWN, "`tiebreak list cases` names", "--cases")
+def _folder_of(target: object) -> CallFolder | None:
+    """Return a folder of calls that all have an answer; None: the target is none. UsageError: an answer is wrong."""
+    if not isinstance(target, str) or not (Path(target) / MANIFEST).is_file():
+        return None
+    files.opened.cache_clear()
+    folder = files.opened(target)
+    if fault := next(folder.faults(), None):
+        raise UsageError(fault)
+    return folder
+
+
+def _answering(folder: CallFolder, name: str, declare: Sequence[str]) -> ProbedKernel:
+    """Return the kernel whose answers a folder has."""
+    dtype = folder.manifest.options["dtype"]
+    if dtype not in FORMATS:
+        raise UsageError(f"{folder.path}: its calls are in {dtype}: export them in one of them")
+    flags = [f"{word}={value}" for word, value in judge.declared_of(folder, name).items()]
+    asked = kernel_of(files.TARGET, files.FILES.name, str(folder.path), [*flags, *declare])
+    return ProbedKernel(*asked, FORMATS[dtype])
+
+
+def _cases_of(folders: Sequence[CallFolder]) -> tuple[dict[str, tuple[Case, Case]], Settings]:
+    """Return the cases that one or two folders have in common, of A and of B, and the seed and heads of their calls."""
+    each, options = [_cases(folder) for folder in folders], [folder.manifest.options for folder in folders]
+    common = {name: (case, each[-1][name]) for name, case in each[0].items() if name in each[-1]}
+    if not common or len({given["seed"] for given in options}) > 1:
+        raise UsageError(f"{' and '.join(str(folder.path) for folder in folders)}: no case is in both")
+    return common, Settings(int(options[0]["seed"]), max(int(given["heads"]) for given in options))
+
+
+def _cases(folder: CallFolder) -> Mapping[str, Case]:
+    options = folder.manifest.options
+    if options.get("captured") == ".":
+        return {case.name: case for case in captured_cases(folder.path)}
+    named = split(options["cases"])
+    return {case.name: case for case in EVERY if case.name in named}
+
+
+def _side_of_answers(name: str, asked: ProbedKernel, cases: Sequence[Case], settings: Settings) -> Side:
+    """Return a side with the plan that it declares, or that has most of its bits."""
+    side = Side(name, asked.backend, asked.kernel, asked.kernel.declaration, known=True)
+    if side.plan is not None:
+        return side
+    plans, shares = accepted(on_device(asked.backend), Formats.of(asked.fmt)), dict[str, list[float]]()
+    for case in cases[:_FITTED]:
+        batch = CaseBench(case, asked.fmt, settings).batch(0)
+        if (answer := asked.answer(case.name, batch)) is not None:
+            for plan, fit in batch.fits(answer.o, plans).items():
+                shares.setdefault(plan, []).append(fit.bits)
+    if not shares:
+        return with_fields(side, known=False, rests_on="; ".join(asked.refused.values()))
+    best = max(shares, key=lambda plan: sum(shares[plan]))
+    share = sum(shares[best]) / len(shares[best])
+    rests_on = bits_of(share, asked.backend.evidence, len(shares[best]), known=share >= FOLLOWED)
+    return with_fields(side, plan=plans[best], known=share >= FOLLOWED, rests_on=rests_on)
 
 
 def _name(target: Target) -> str:
     return target if isinstance(target, str) else getattr(target, "__name__", type(target).__name__)
 
 
-def plan_of(target: Target) -> Declaration | None:
-    """Return the plan that a text names; None: it names another thing."""
+def _of_each(flag: str, text: str | None) -> list[str | None]:
+    """Return what A and B are given by a flag of one word for both, or one each."""
+    words = [None] if text is None else text.split(",")
+    if len(words) > len(SIDES):
+        raise UsageError(f"--{flag} {text}: expected one name for both, or one each")
+    return [words[0], words[-1]]
+
+
+def kernel_of(
+    target: Target, name: str | None, card: str | None, declare: Sequence[str], beside: str | None = None
+) -> tuple[Backend, Kernel]:
+    """Return where a target runs (by default a plan on the emulation, else on the CPU), and what it names.
+
+    That is a plan, a kernel of the backend's own, a user's function or an adapter; bad usage if it can't run there. The
+    card is the backend's, or that of one beside it.
+    """
+    plan = None
     try:
-        return parse_declaration(target) if isinstance(target, str) else None
+        plan = parse_declaration(target) if isinstance(target, str) else None
     except ValueError as error:
         if "@" in str(target) and ".py" not in str(target):
             raise UsageError(f"{target}: {error}") from error
-        return None
-
-
-def kernel_of(target: Target, plan: Declaration | None, backend: Backend, declare: Sequence[str]) -> Kernel:
-    """Return a plan, a backend's own kernel, a user's function or an adapter; bad usage if it can't run there."""
+    name = name or (CPU if plan is None else EMULATION).name
+    names = list(dict.fromkeys([name, beside or name]))
+    backend, *others = matching_backends(Selection(backends=",".join(names), card=card))
+    if len(others) >= len(names):
+        raise UsageError(f"--backend {name}: name one")
     vendors = {kernel.name: kernel for kernel in backend.vendor_kernels()}
     elsewhere = "a kernel of yours runs on a device" if plan is None and backend.predicts else None
     elsewhere = f"a plan runs on {EMULATION.name}, {CPU.name}" if plan and not backend.composed else elsewhere
@@ -198,11 +253,11 @@ def kernel_of(target: Target, plan: Declaration | None, backend: Backend, declar
         raise UsageError(f"--backend {backend.name}: {why}")
     backend.set_up()
     if plan is not None:
-        return composed(plan.label, plan)
+        return backend, composed(plan.label, plan)
     try:
         if not isinstance(target, str):
-            return users_kernel(_name(target), target, declared_options(target, declare))
-        return vendors[target] if target in vendors else external_kernel(target, flags=declare)
+            return backend, users_kernel(_name(target), target, declared_options(target, declare))
+        return backend, vendors[target] if target in vendors else external_kernel(target, flags=declare)
     except LoadError as error:
         raise UsageError(str(error).removeprefix("--kernel ")) from error
 
@@ -218,9 +273,8 @@ def _side(name: str, probed: ProbedKernel, seed: int, tell: Callable[[str], None
         return Side(name, backend, kernel, None, known=False, rests_on=str(error))
     except Exception as error:  # whatever the kernel raises
         raise UsageError(f"{name}: it raised {raised(error, kernel)}") from error
-    followed, inputs = identity.plan is not None, counted(len(identity.held_out), "input")
-    nearest = "" if followed else "nearest, none is known: "
-    rests_on = f"{nearest}{percent(identity.share)} of {identity.evidence} on {inputs}"
+    followed = identity.plan is not None
+    rests_on = bits_of(identity.share, identity.evidence, len(identity.held_out), known=followed)
     if missed := [] if followed else list(identity.explanation.worst):
         rests_on += f", not all of {first_few(missed, _NAMED)}"
     return Side(name, backend, kernel, parse_declaration(identity.nearest), followed, rests_on)

@@ -14,7 +14,6 @@ import torch
 from numpy.random import Generator, Philox
 from torch import Tensor
 
-from tiebreak.backends.backend import CPU, EMULATION
 from tiebreak.cases.bounds import UNDECLARED
 from tiebreak.cases.case import Draw, Shape, normal_numbers
 from tiebreak.cases.gradients import row_units
@@ -31,11 +30,10 @@ from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.identification.candidates import on_device
 from tiebreak.matrix.identification.settling import NORMAL
 from tiebreak.matrix.resolver import plan_of as settled_plan_of
-from tiebreak.matrix.selection import Selection, matching_backends
 from tiebreak.matrix.trial import raised, refusal
 from tiebreak.matrix.workbench import Settings, SharedBatch, Workbench
 from tiebreak.programs.identify import FORMATS
-from tiebreak.programs.pair import kernel_of, plan_of
+from tiebreak.programs.pair import kernel_of
 from tiebreak.reports import terminal
 from tiebreak.reports.cli import FAILED, PASSED, Parser, count, positive
 from tiebreak.reports.errors import UsageError
@@ -139,12 +137,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the verb `tolerance`; see `tiebreak.reports.cli.main`."""
     options = _parser().parse_args(arguments)
     terminal.check_folders(json=options.json)
-    plan = plan_of(options.target)
-    usual = options.backend or (EMULATION if plan else CPU).name
-    backend, *others = matching_backends(Selection(backends=usual, card=options.card))
-    if others:
-        raise UsageError(f"--backend {options.backend}: name one")
-    kernel = kernel_of(options.target, plan, backend, options.declare)
+    backend, kernel = kernel_of(options.target, options.backend, options.card, options.declare)
     bench, found, left_out = Workbench(Settings(options.seed)), list[Tolerances](), dict[str, str]()
     for fmt, size in product(options.dtype, options.shape or _SIZES):
         terminal.say(f"tolerance: {fmt.name}, {size}")

@@ -1,5 +1,6 @@
 """Kernels in PTX, and kernels in Triton that are compiled to it, executed."""
 
+import re
 from collections.abc import Callable
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -16,7 +17,9 @@ if (reason := not_interpreting()) is not None:
 import torch
 
 from tiebreak.backends.interpreter.memory import KernelMemory, arguments_of
+from tiebreak.backends.ptx import session
 from tiebreak.backends.ptx.execution import Program
+from tiebreak.backends.ptx.memory import SharedMemoryError
 from tiebreak.backends.ptx.threads import Launch
 
 KERNEL = """
@@ -75,3 +78,41 @@ def executed() -> Executed:
         return output
 
     return execute
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The PTX of what Triton compiles meanwhile."""
+    texts: list[str] = []
+
+    def kept(text: str, card: str) -> Program:
+        texts.append(text)
+        return Program(text, card)
+
+    monkeypatch.setattr(session, "_program", kept)
+    return texts
+
+
+@pytest.fixture
+def left_out(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[str, bool]]]:
+    """Return what leaves instructions out of a launch one by one, and says their names and whether each is missed."""
+
+    def each(launch: Callable[[], object], card: str, names: str, *, since: str = "", every: bool) -> Any:
+        launch()
+        tried: list[tuple[str, bool]] = []
+        text = compiled[0]
+        for match in re.compile(rf"(?:@%\w+\s+)?({names})[^;]*;").finditer(text, text.index(since)):
+            if (match[1], True) in tried and not every:
+                continue
+            # What a wait says is true: who leaves it out goes on.
+            instead = f"mov.pred {match[0].split()[1]} -1;" if "try_wait" in match[1] else ""
+            program = Program(text[: match.start()] + instead + text[match.end() :], card)
+            monkeypatch.setattr(session, "_program", lambda text, card, program=program: program)
+            try:
+                launch()
+                tried.append((match[1], False))
+            except SharedMemoryError:
+                tried.append((match[1], True))
+        return tried
+
+    return each

@@ -16,7 +16,6 @@ from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.kernel import CannotRunError
 from tiebreak.matrix.selection import Selection, cells
 from tiebreak.programs import pair as pair_program
-from tiebreak.programs.pair import PairOptions
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records.record import SKIPPED, UNBIASED, Run
 from tiebreak.studies.cells import CASES, judged
@@ -65,8 +64,9 @@ def test_the_suites_kernel_has_the_interpreters_bits_forward_and_backward(kernel
 
 
 def test_a_pair_is_of_two_cards() -> None:
-    options: PairOptions = {"backend": "interpreter", "card": "sm_80,sm_90", "cases": "no_tail", "heads": 4}
-    verdict = tiebreak.pair("triton_flash", "triton_flash", **options)
+    verdict = tiebreak.pair(
+        "triton_flash", "triton_flash", backend="interpreter", card="sm_80,sm_90", cases="no_tail", heads=4
+    )
     assert [side.backend for side in verdict.sides] == ["interpreter as sm_80", "interpreter as sm_90"]
     assert "interpreter as sm_80 and triton_flash on interpreter as sm_90" in verdict.headline
 

@@ -1,6 +1,5 @@
 """Copies of boxes, the barriers that they and roles of warps meet at, and a user's kernel that has its tensors so."""
 
-import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -16,7 +15,6 @@ from tiebreak.backends.interpreter.assumptions import CARDS
 from tiebreak.backends.interpreter.memory import KernelMemory, arguments_of
 from tiebreak.backends.interpreter.session import interpreting
 from tiebreak.backends.ptx import CARDS as SHARED
-from tiebreak.backends.ptx import session
 from tiebreak.backends.ptx.execution import Program
 from tiebreak.backends.ptx.memory import SharedMemoryError
 from tiebreak.backends.ptx.session import executing
@@ -243,52 +241,30 @@ def test_a_kernel_of_descriptors_has_the_interpreters_bits(card: str, dtype: tor
 @pytest.mark.skipif(not version("triton").startswith("3.9."), reason="roles of warps as Triton 3.9 compiles them")
 @pytest.mark.parametrize(("card", "queries"), [("sm_90", 64), ("sm_100", 128)])
 def test_warps_with_roles_of_their_own_have_the_interpreters_bits(
-    card: str, queries: int, boxes: Any, monkeypatch: pytest.MonkeyPatch
+    card: str, queries: int, boxes: Any, compiled: list[str]
 ) -> None:
     """One brings boxes and others multiply, or one asks for products and others take powers."""
-    parts: list[int] = []
-
-    def counted(text: str, card: str) -> Program:
-        parts.append(text.count("setmaxnreg.inc"))
-        return Program(text, card)
-
-    monkeypatch.setattr(session, "_program", counted)
     q, k, v = inputs(torch.bfloat16, 192)
     few = q[:, :, :queries]
     with executing(card, SHARED[card]):
-        compiled = boxes.attention(few, k, v, parted=True)
+        found = boxes.attention(few, k, v, parted=True)
         if card == "sm_90":
             with pytest.raises(CannotRunError, match="does not compile it for this card: PassManager"):
                 boxes.attention(q, k, v, parted=True)
-    assert parts[0] > 1
+    assert compiled[0].count("setmaxnreg.inc") > 1
     with interpreting(CARDS[card]):
-        assert torch.equal(boxes.attention(few, k, v), compiled)
+        assert torch.equal(boxes.attention(few, k, v), found)
 
 
 @pytest.mark.parametrize("card", ["sm_90", "sm_100"])
-def test_what_is_left_out_around_a_copy_is_missed(card: str, boxes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_left_out_around_a_copy_is_missed(card: str, boxes: Any, left_out: Callable[..., Any]) -> None:
     """Leave out each thing that orders a copy and the products around it, once; a wait is then taken for done."""
-    texts: list[str] = []
-
-    def kept(text: str, card: str) -> Program:
-        texts.append(text)
-        return Program(text, card)
-
-    monkeypatch.setattr(session, "_program", kept)
     given = inputs(torch.bfloat16)
-    with executing(card, SHARED[card]):
-        boxes.attention(*given)
-    kinds = r"mbarrier\.try_wait|mbarrier\.arrive\.expect_tx|mbarrier\.init|fence\.proxy\.async|cp\.async\.bulk\.tensor"
-    missed = set()
-    for match in re.finditer(rf"(?:@%\w+\s+)?({kinds})[^;]*;", texts[0]):
-        if match[1] in missed:
-            continue
-        instead = f"mov.pred {match[0].split()[1]} -1;" if "try_wait" in match[1] else ""
-        left_out = Program(texts[0][: match.start()] + instead + texts[0][match.end() :], card)
-        monkeypatch.setattr(session, "_program", lambda text, card, program=left_out: program)
-        try:
-            with executing(card, SHARED[card]):
-                boxes.attention(*given)
-        except SharedMemoryError:
-            missed.add(match[1])
-    assert missed == set(kinds.replace("\\", "").split("|"))
+
+    def launch() -> None:
+        with executing(card, SHARED[card]):
+            boxes.attention(*given)
+
+    names = r"mbarrier\.try_wait|mbarrier\.arrive\.expect_tx|mbarrier\.init|fence\.proxy\.async|cp\.async\.bulk\.tensor"
+    tried = left_out(launch, card, names, every=False)
+    assert {name for name, missed in tried if missed} == set(names.replace("\\", "").split("|"))

@@ -1,6 +1,5 @@
 """A user's kernel on several cards and in several configurations: its bits in fp32, against the interpreter's."""
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +14,6 @@ from tiebreak.backends.interpreter.session import interpreting
 from tiebreak.backends.ptx import CARDS as SHARED
 from tiebreak.backends.ptx import session
 from tiebreak.backends.ptx.execution import Program
-from tiebreak.backends.ptx.memory import SharedMemoryError
 from tiebreak.backends.ptx.session import executing
 
 FEW_LINES = Path(__file__).parents[1] / "interpreter" / "few_lines.py"
@@ -144,36 +142,15 @@ def test_cards_of_one_tensor_core_and_four_and_eight_warps_round_alike(mine: Any
     ],
 )
 def test_every_barrier_that_is_left_out_of_the_compiled_code_is_missed(
-    card: str, synchronises: str, mine: Any, monkeypatch: pytest.MonkeyPatch
+    card: str, synchronises: str, mine: Any, left_out: Callable[..., Any]
 ) -> None:
     """On sm_90 and sm_100 one of every kind: there Triton has some where nothing is to be kept apart."""
-    texts: list[str] = []
-
-    def kept(text: str, card: str) -> Program:
-        texts.append(text)
-        return Program(text, card)
-
-    monkeypatch.setattr(session, "_program", kept)
-    executed(mine(), card)
     # Before the first wait nobody has read, and a barrier (Triton 3.7 has one) keeps nothing apart.
-    first = texts[0].index("cp.async.wait_group")
-    synchronising = list(re.compile(rf"(?:@%\w+\s+)?({synchronises})[^;]*;").finditer(texts[0], first))
-    missed, kinds = 0, set()
-    for match in synchronising:
-        if card != "sm_80" and match[1] in kinds:
-            continue
-        # What a wait says is true: who leaves it out goes on.
-        instead = f"mov.pred {match[0].split()[1]} -1;" if "try_wait" in match[1] else ""
-        left_out = Program(texts[0][: match.start()] + instead + texts[0][match.end() :], card)
-        monkeypatch.setattr(session, "_program", lambda text, card, program=left_out: program)
-        try:
-            executed(mine(), card)
-            missed += 1
-        except SharedMemoryError:
-            kinds.add(match[1])
-    assert kinds == {match[1] for match in synchronising}
-    assert len(synchronising) > 3
-    assert card != "sm_80" or not missed
+    since, every = "cp.async.wait_group", card == "sm_80"
+    tried = left_out(lambda: executed(mine(), card), card, synchronises, since=since, every=every)
+    assert {name for name, missed in tried if missed} == {name for name, _ in tried}
+    assert len(tried) > 3
+    assert not every or all(missed for _, missed in tried)
 
 
 def _in_bf16(text: str) -> str:

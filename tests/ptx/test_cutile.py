@@ -68,7 +68,7 @@ def test_a_section_is_found_by_its_whole_name() -> None:
 
 def launched(kernel: Compiled) -> tuple[Driver, torch.Tensor]:
     """Two blocks of a kernel, of as many threads as it says."""
-    driver, into, handle = Driver(), torch.zeros(64, dtype=torch.int32), POINTER()
+    driver, into, handle = Driver({}), torch.zeros(64, dtype=torch.int32), POINTER()
     driver.tensors.append(into)
     driver.keep(ctypes.addressof(handle), kernel)
     given = ctypes.c_uint64(into.data_ptr()), ctypes.c_uint32(1000)

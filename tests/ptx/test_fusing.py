@@ -36,8 +36,8 @@ OTHER = "mul.rn.f32x2 %rd7, %rd4, %rd8;"
     ],
 )
 def test_packed_products_go_unrounded_into_sums(body: str, sums: list[str]) -> None:
-    _, instructions, labels = parsed(KERNEL.format(body=body))
-    made = fused(instructions, set(labels.values()))
-    changed = [new for old, new in zip(instructions, made, strict=True) if new is not old]
+    entry = parsed(KERNEL.format(body=body))
+    made = fused(entry.instructions, set(entry.labels.values()))
+    changed = [new for old, new in zip(entry.instructions, made, strict=True) if new is not old]
     assert [" ".join([new.opcode, *map(str, new.operands)]) for new in changed] == sums
     Program(KERNEL.format(body=body), "sm_120/13.0")

@@ -1,5 +1,6 @@
 """The language model of `tiebreak.cases.gpt2.fixture`: how it was trained, and how it writes text."""
 
+from collections.abc import Mapping
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -27,11 +28,11 @@ _STEPS, _BATCH = 200, 8
 _RATE = Schedule(_STEPS, 5e-3, 20)
 
 
-def trained() -> Fixture:
-    """Train the model and sample: some seconds."""
+def trained(steps: int = _STEPS) -> Fixture:
+    """Train the model, or take its first steps alone, and sample: a quarter of a minute."""
     model = model_with(EXACT, NO_ARITHMETIC).double()
     optimizer, batches = adamw(list(model.parameters())), Batches(corpus().tokens, _BATCH, CONTEXT, _DATA_SEED)
-    for step in range(_STEPS):
+    for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = _RATE.at(step)
         optimizer.zero_grad()
@@ -40,8 +41,13 @@ def trained() -> Fixture:
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
-    weights = {name: weight.detach().bfloat16().double() for name, weight in model.named_parameters()}
-    model.load_state_dict(weights)
+    return sampled_by({name: weight.detach().bfloat16().double() for name, weight in model.named_parameters()})
+
+
+def sampled_by(weights: Mapping[str, Tensor]) -> Fixture:
+    """Return weights, each a bf16 number in fp64, with the tokens that the model samples with them."""
+    model = model_with(EXACT, NO_ARITHMETIC).double()
+    model.load_state_dict(dict(weights))
     first = Batches(corpus().tokens, SEQUENCES, CONTEXT, _SAMPLE_SEED).batch(0)[0][:, :1]
     tokens, _ = sampled(model, first, draws((_SAMPLE_SEED,), CONTEXT))
     return fixture_of(weights, tokens)

@@ -12,15 +12,16 @@ from torch import Tensor
 
 from tiebreak import plugins
 from tiebreak.cases.bounds import UNDECLARED
-from tiebreak.kernels.inputs import AttentionInputs
+from tiebreak.kernels.inputs import AttentionInputs, Gradients
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.matrix import checks, experiments, resolver, workbench
 from tiebreak.matrix.identification import settling
 from tiebreak.matrix.identification.asking import threads
+from tiebreak.matrix.identification.backward_attribution import backward_pass_of
 from tiebreak.matrix.questions import comparison, session
 from tiebreak.matrix.questions.comparison import exact
 from tiebreak.matrix.questions.session import Session
-from tiebreak.matrix.workbench import Settled
+from tiebreak.matrix.workbench import Settled, SharedBatch
 
 # Queries, keys, d, query heads, key heads, causal.
 SHAPES = {
@@ -69,8 +70,8 @@ def settled_once() -> Iterator[None]:
 
 
 @lru_cache(maxsize=4)  # parts of one answer, one after the other
-def _numbers(inputs: AttentionInputs) -> Hashable:
-    """A key that inputs with equal numbers and features share."""
+def _numbers(inputs: AttentionInputs | Gradients) -> Hashable:
+    """A key that inputs with equal numbers and features share, or gradients with equal numbers."""
     values = vars(inputs).values()
     return tuple((x.shape, _digest(x)) if isinstance(x, Tensor) else x for x in values)
 
@@ -83,9 +84,17 @@ def _digest(x: Tensor) -> bytes:
 def alike() -> Iterator[Callable[[str], None]]:
     """Compute what a question compares with once for all kernels that are asked it; called with the next question.
 
-    That is a plan's emulation of a call, and the exact answers.
+    That is a plan's emulation of a call, and the exact answers. Which backward pass a kernel's gradients come from,
+    before any question, is found once for all whose O and gradients there have the same bits.
     """
     made, asked, emulated = dict[Hashable, Any](), [""], Session.emulated
+    found = dict[Hashable, tuple[str, int]]()
+
+    def of_gradients(gradients: Gradients, o: Tensor, forward: Declaration, batch: SharedBatch) -> tuple[str, int]:
+        key = _numbers(gradients), _digest(o), forward, batch
+        if key not in found:
+            found[key] = backward_pass_of(gradients, o, forward, batch)
+        return found[key]
 
     def once(what: Hashable, inputs: AttentionInputs, make: Callable[[], Any]) -> Any:
         key = what, _numbers(inputs)
@@ -106,6 +115,7 @@ def alike() -> Iterator[Callable[[str], None]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Session, "emulated", of_plan)
+        patch.setattr(settling, "backward_pass_of", of_gradients)
         for module in (comparison, session):
             patch.setattr(module, "exact", lambda x, part: once(part, x, lambda: exact(x, part)))
         yield of

@@ -2,7 +2,6 @@
 
 import re
 import shlex
-import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import product
@@ -338,12 +337,15 @@ def _zeros(*shape: int) -> Tensor:
 
 BAD_LAYERS: Mapping[str, tuple[Tensors, str]] = {
     "missing key": ({n: x for n, x in SMALL.items() if n != "v"}, r"layer3\.v is missing$"),
-    "mixed formats": (SMALL | {"k": torch.zeros(1, 2, 4, 8)}, r"layer3\.q BF16, layer3\.k F32, .*BF16, F16, F32 .*"),
+    "mixed formats": (
+        SMALL | {"k": torch.zeros(1, 2, 4, 8)},
+        r"layer3\.q bfloat16, layer3\.k float32, .*",
+    ),
     "dO in another format": (
         SMALL | {"do": _zeros(1, 2, 4, 8).half()},
-        r"layer3\.q BF16, .*layer3\.do F16; expected .*",
+        r"layer3\.q bfloat16, .*layer3\.do float16; expected .*",
     ),
-    "other format": (_as(torch.float64), r"layer3\.q F64, .*expected one of BF16, F16, F32 for all four, or.*"),
+    "other format": (_as(torch.float64), r"layer3\.q float64, .*expected one of .* for all four, or.*"),
     "3 dimensions": (SMALL | {"q": _zeros(2, 4, 8)}, r"layer3\.q \(2, 4, 8\), .*\(batch, heads, .*"),
     "empty": (normal((1, 2, 0, 8)), r"layer3\.q \(1, 2, 0, 8\), .*none of them 0$"),
     "heads": (
@@ -355,16 +357,16 @@ BAD_LAYERS: Mapping[str, tuple[Tensors, str]] = {
     "beyond the format": (_as(torch.float32, 1e38), r"layer3\.q holds values beyond fp16; .*"),
 }
 BAD_METADATA: Mapping[str, tuple[Mapping[str, str], str]] = {
-    "no mask": ({"step": "7"}, "metadata causal is missing; expected true or false$"),
-    "mask": ({"causal": "yes"}, "metadata causal is yes; expected true or false$"),
+    "no mask": ({"step": "7"}, "metadata of layer3: .*`causal`$"),
+    "mask": ({"causal": "yes"}, r"metadata of layer3: .*`bool`.*`\$.causal`$"),
     "order": (
         {**FULL, "layer3.made": "true", "layer3.order": "nhbd"},
-        "metadata layer3.order is nhbd; expected one of bhnd, bnhd, bhdn",
+        r"metadata of layer3: .*'nhbd' - at `\$.order`$",
     ),
     "padding": (FULL, r"layer3.key_padding \[2, 4\]; expected \[4\] or \[1, 4\], a number a key"),
     **{
-        f"scale {scale}": ({**FULL, "scale": scale}, f"metadata scale is {scale}; expected a positive number")
-        for scale in ("0", "inf", "one")
+        f"scale {scale}": ({**FULL, "scale": scale}, r"metadata of layer3: Expected `float.* - at `\$.scale`$")
+        for scale in ("0", "inf", "nan", "one")
     },
 }
 
@@ -389,17 +391,13 @@ class TestBadFiles:
         keep(tmp_path, {"3": normal((1, 2, 4, 8)) | {"key_padding": padding}}, metadata=metadata)
         self.refused(tmp_path, message)
 
-    def test_what_is_no_safetensors_file_and_no_safetensors(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_what_is_no_safetensors_file(self, tmp_path: Path) -> None:
         path = keep(tmp_path, {"3": normal((1, 2, 4, 8))}, step="1")
         path.write_bytes(path.read_bytes()[:-1])
         self.refused(tmp_path, "inputs-1.safetensors: cannot be read as safetensors: .+")
         path.unlink()
         path.mkdir()
         self.refused(tmp_path, "inputs-1.safetensors: cannot be read as safetensors: .+")
-        monkeypatch.setitem(sys.modules, "safetensors", None)
-        self.refused(tmp_path, "--captured reads safetensors files: pip install safetensors$")
 
     def test_a_folder_without_layers_or_files_or_none(self, tmp_path: Path) -> None:
         self.refused(tmp_path, r"--captured .*: no file in it is called inputs-STEP\.safetensors.*")

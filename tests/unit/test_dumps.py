@@ -16,12 +16,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tiebreak.backends.backend import EMULATION
+from tiebreak.cases import runner
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import BF16, Formats
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import run_forward
 from tiebreak.programs import pair as program
-from tiebreak.programs.files import backend, export, judge, runner
+from tiebreak.programs.files import backend, export, judge
 from tiebreak.programs.pair import pair
 from tiebreak.reports import cli
 from tiebreak.reports.calls import MANIFEST, Calls

@@ -16,12 +16,13 @@ from msgspec.structs import replace
 
 from tiebreak.backends.backend import CPU
 from tiebreak.backends.interpreter import INTERPRETER
+from tiebreak.cases import runner
 from tiebreak.defects.planted import DEFECTS, twin
 from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.kernels.external.loading import imported
 from tiebreak.programs import check
-from tiebreak.programs.files import backend, export, judge, runner
+from tiebreak.programs.files import backend, export, judge
 from tiebreak.reports import cli
 from tiebreak.reports.calls import MANIFEST, Calls, StoredCall
 from tiebreak.reports.errors import UsageError
@@ -56,6 +57,12 @@ def cut_off(q, k, v, *, causal=False, scale=None):
 
 def no_scale(q, k, v, *, causal=False, scale=None):
     return plain(q, k, v, causal=causal, scale=1.0)
+
+
+def not_causal(q, k, v, *, causal=False, scale=None):
+    if causal:
+        raise ValueError("causal")
+    return plain(q, k, v, scale=scale)
 
 
 def noisy(q, k, v, *, causal=False, scale=None):
@@ -215,6 +222,21 @@ def test_the_manifest_has_its_schema(folder: Path) -> None:
     jsonschema.validate(json.loads((folder / MANIFEST).read_bytes()), schema_of("calls"))
 
 
+@pytest.mark.parametrize("spaces", [b"", b" "])
+def test_a_file_of_tensors_is_read_wherever_they_lie_and_never_written_to(tmp_path: Path, spaces: bytes) -> None:
+    path, tensors = tmp_path / "x.safetensors", {"x": torch.arange(5.0), "y": torch.ones(3)}
+    runner.write(path, tensors, {"a": "b"})
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = content[8:end] + spaces
+    path.write_bytes(content := len(header).to_bytes(8, "little") + header + content[end:])
+    read, metadata = runner.read(path)
+    assert metadata == {"a": "b"}
+    assert all(torch.equal(x, tensors[name]) and x.data_ptr() % x.itemsize == 0 for name, x in read.items())
+    read["x"].zero_()
+    assert path.read_bytes() == content
+
+
 def manifest(folder: Path) -> Calls:
     return store.load(folder / MANIFEST, Calls)
 
@@ -321,6 +343,11 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "device.json is no JSON": lambda folder: runner.replace(folder / "device.json", b"H200"),
 }
 
+UNREADABLE = {
+    *("empty", "four bytes", "half", "one byte short", "one byte more", "header alone", "a huge header", "text"),
+    *("metadata is null", "inputs cut short"),
+}
+
 
 def code_of(folder: Path, out: Path, *words: str) -> int:
     """Return the exit code of the command, an error of usage being 2."""
@@ -341,6 +368,7 @@ def test_no_damage_passes(good: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         assert said.out.startswith("FAIL")
     else:
         assert str(tmp_path / "calls") in said.out + said.err
+    assert ("cut off or no safetensors file" in said.out + said.err) == (name in UNREADABLE)
 
 
 @pytest.mark.parametrize("what", ["NaN", "zeros", "raised"])
@@ -355,22 +383,55 @@ def test_no_answer_to_a_call_that_only_tells_the_plan_passes_for_another(
 
 
 def test_a_call_that_hangs_or_ends_the_process_is_told_and_the_others_are_answered(
-    folder: Path, tmp_path: Path
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = tmp_path / "run.py"
-    shutil.copytree(folder, tmp_path / "calls")
-    shutil.copy(runner.__file__, run)
-    folder = tmp_path / "calls"
-    text = run.read_text().replace("    # FILL IN", "    __import__('two').attention()\n    # FILL IN", 1)
+    run, path = tmp_path / "run.py", shutil.copytree(folder, tmp_path / "calls")
+    # Without backward passes: the first of a process imports what may take longer than the time limit.
+    calls = [call for call in manifest(path).calls if "do" not in call.tensors][:4]
+    _edited(calls=tuple(calls))(path)
     (tmp_path / "two.py").write_text(TWO)
-    run.write_text(text)
-    first, second, third, *others = (call.id for call in manifest(folder).calls)
-    subprocess.run([sys.executable, run, folder, "--timeout", "2"], check=True, capture_output=True)
-    said = {at: runner.read(folder / f"{at}.out.safetensors")[1] for at in (first, second, third, *others)}
-    assert "ended (3)" in said[first]["raised"]
-    assert "more than 2 s" in said[second]["raised"]
-    assert not any("raised" in said[at] for at in (third, *others))
-    assert json.loads((folder / "device.json").read_text())["torch"] == torch.__version__
+    text = Path(runner.__file__).read_text()
+    run.write_text(text.replace("    # FILL IN", "    __import__('two').attention()\n    # FILL IN", 1))
+    monkeypatch.setattr(runner, "__file__", str(run))  # which the processes run
+    monkeypatch.setattr(sys, "argv", [str(run), str(path), "--timeout", "2"])
+    runner.main()
+    first, second, *others = (runner.read(path / f"{call.id}.out.safetensors")[1] for call in calls)
+    assert "ended (3)" in first["raised"]
+    assert "more than 2 s" in second["raised"]
+    assert ["raised" in said for said in others] == [False, False]
+    assert json.loads((path / "device.json").read_text())["torch"] == torch.__version__
+
+
+def test_a_kernel_that_cannot_be_loaded_answers_nothing_and_calls_that_raised_are_run_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    calls = shutil.copytree(folder, tmp_path / "calls")
+    exported = sorted(calls.iterdir())
+    (tmp_path / "kernels.py").write_text(KERNEL)
+    (tmp_path / "dies.py").write_text("__import__('os')._exit(7)")
+
+    monkeypatch.chdir(tmp_path)
+
+    def said_by(kernel: str) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "argv", ["run.py", "calls", "--kernel", kernel])
+        runner.main()
+        return capfd.readouterr()
+
+    for kernel, why in {"none.py": "No such file", "kernels.py": "'attention'", "dies.py": "ended (7)"}.items():
+        with pytest.raises(SystemExit, match=r"^2$"):
+            said_by(kernel)
+        out, err = capfd.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        assert kernel in err
+        assert why in err
+        assert sorted(calls.iterdir()) == exported
+    causal = sum(call.values["causal"] for call in manifest(folder).calls)
+    every = len(manifest(folder).calls)
+    assert (
+        f"calls: {every - causal} calls answered, 0 refused, {causal} raised, " in said_by("kernels.py:not_causal")[0]
+    )
+    _bytes(OUT, lambda content: content[:9])(calls)
+    assert f"calls: {every} calls answered, 0 refused, 0 raised\n" in said_by("kernels.py:plain")[0]
 
 
 def test_raw_files_have_the_verdict_of_the_others(
@@ -515,7 +576,7 @@ def test_a_planted_defect_fails_by_the_same_checks_and_a_sound_kernel_with_featu
     options = kernel.caller.convention.options
     monkeypatch.setattr(runner, "backward", options.backward if callable(options.backward) else None)
     path = str(answered(questions, tmp_path / "calls", kernel.caller.function, monkeypatch))
-    flags = [word for word in judge.words_of(backend.opened(path), name) if "=" in word]
+    flags = [f"{word}={value}" for word, value in judge.declared_of(backend.opened(path), name).items()]
     in_files = external_kernel(backend.TARGET, flags=[*flags, f"lse={options.lse}"])
     live, files = (
         judged(each, EXPERIMENTS[case], backend=on)

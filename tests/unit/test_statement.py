@@ -22,6 +22,7 @@ from torch import Tensor
 from tiebreak.backends.backend import CPU, EMULATION, Backend
 from tiebreak.backends.platform import describe
 from tiebreak.backends.registry import BACKENDS
+from tiebreak.cases import runner
 from tiebreak.cases.case import Case
 from tiebreak.cases.feature_cases import EVERY
 from tiebreak.defects import mutations
@@ -42,7 +43,7 @@ from tiebreak.matrix.record_collector import described
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.selection import Selection, cells
 from tiebreak.matrix.workbench import CaseBench, Settings, Workbench
-from tiebreak.programs.files import export, judge, runner
+from tiebreak.programs.files import export, judge
 from tiebreak.reports.cli import main
 from tiebreak.reports.gate.consistency import differing
 from tiebreak.reports.records import store

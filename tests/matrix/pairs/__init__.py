@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from tiebreak.backends.backend import Backend
 from tiebreak.kernels.kernel import Declaration, Kernel
+from tiebreak.reports.tables.run import counted
+from tiebreak.reports.tables.texts import percent
 
 DECLARED = "declared"  # what a plan rests on that its author names
 
@@ -23,3 +25,9 @@ class Side:
     def place(self) -> str:
         """Return where it runs, with the card that is assumed there."""
         return " ".join([self.backend.name, *self.backend.options]).replace("--", "")
+
+
+def bits_of(share: float | None, evidence: str, inputs: int, *, known: bool = True) -> str:
+    """Return in words that a plan, or the nearest one, has a share of a side's bits on so many inputs."""
+    nearest = "" if known else "nearest, none is known: "
+    return f"{nearest}{percent(share)} of {evidence} on {counted(inputs, 'input')}"

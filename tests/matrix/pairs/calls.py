@@ -1,6 +1,6 @@
 """Calls: the same inputs through both kernels of a pair, case by case, and what tells the two outputs apart."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -90,15 +90,15 @@ class PairedCall:
             raise _LeftOutError(None, f"{letter}: {probed.refused[name]}")
         return answer.o
 
-    def _heads(self, of: Callable[[int], Tensor]) -> Tensor:
+    def _heads(self, batches: Iterable[Tensor]) -> Tensor:
         """Return means by key head, of all batches."""
         groups = self.bench.batch(0).inputs.groups
-        return torch.cat([by_key_head(of(index), groups) for index in range(len(self.outputs))])
+        return torch.cat([by_key_head(batch, groups) for batch in batches])
 
-    def _apart(self, index: int) -> Tensor:
-        """Return B less A of one batch, in ulps away from zero."""
-        a, b = (o.double() for o in self.outputs[index])
-        return self._in_units(index, b - a)
+    @property
+    def _apart(self) -> list[Tensor]:
+        """B less A of each batch, in ulps away from zero."""
+        return [self._in_units(index, b.double() - a.double()) for index, (a, b) in enumerate(self.outputs)]
 
     def _in_units(self, index: int, apart: Tensor) -> Tensor:
         """Return a difference in ulps, less that of the exact O; NaN where O of captured tensors has cancelled."""
@@ -107,10 +107,12 @@ class PairedCall:
         captured = self.bench.case.fixed_heads is not None
         return apart.masked_fill(a.o.abs() < CANCELLED * a.magnitude, torch.nan) if captured else apart
 
-    def _plans_apart(self, index: int) -> Tensor:
-        both = zip(self.benches, self.sides, strict=True)
-        a, b = (bench.emulated(index, side.plan)[0].o.double() for bench, side in both if side.plan)
-        return self._in_units(index, b - a)
+    def _plans_apart(self) -> Iterator[Tensor]:
+        """Yield the same of both sides' plans."""
+        for index in range(len(self.outputs)):
+            both = zip(self.benches, self.sides, strict=True)
+            a, b = (bench.emulated(index, side.plan)[0].o.double() for bench, side in both if side.plan)
+            yield self._in_units(index, b - a)
 
     def _emulated(self, side: Side, bench: CaseBench) -> Errors | None:
         """Return errors of a side's plan; None where it has none, or no plan's bits can be compared."""
@@ -126,7 +128,7 @@ class PairedCall:
         a, b = map(self._emulated, self.sides, self.benches)
         if a is None or b is None:
             return None
-        squares = self._heads(lambda index: self._apart(index).square())
+        squares = self._heads(apart.square() for apart in self._apart)
         return ratio_of_means(squares, a.head_square + b.head_square, 2 * ROUNDED_ONCE)
 
     def _difference(self) -> Interval:
@@ -137,10 +139,7 @@ class PairedCall:
         """Return the severity that all heads of O show, and why."""
         if all(equal_bits(a, b) == 1.0 for a, b in self.outputs):
             return SAME, ""
-        return self._of_difference(self._difference(), self._ratio())
-
-    def _of_difference(self, apart: Interval, ratio: Interval | None) -> tuple[str, str]:
-        """Return the severity and reason that the difference of both sides, and its ratio to the plans', give."""
+        apart, ratio = self._difference(), self._ratio()
         if self.bench.case.bits_tell and (verdict := judge(apart)) is BiasVerdict.BIASED:
             return APART, f"B - A is biased, {apart.mean:+.3f} +- {apart.half_width:.3f} ulp"
         if ratio is None:
@@ -150,10 +149,9 @@ class PairedCall:
             return APART, f"mean square {ratio.mean:.3g} times what both plans' errors add up to ({least})"
         if verdict is BiasVerdict.UNBIASED and ratio.high <= LIMIT:
             return ROUNDINGS, ""
-        heads = self._drawn
-        more = f"--heads {heads_to_tell(apart, heads)} would, about"
+        more = f"--heads {heads_to_tell(apart, self._drawn)} would, about"
         more = more if self.bench.case.fixed_heads is None else "the case has no more"
-        return UNDECIDED, f"{heads} heads do not settle it: {more}"
+        return UNDECIDED, f"{self._drawn} heads do not settle it: {more}"
 
     @property
     def _drawn(self) -> int:
@@ -186,8 +184,8 @@ class PairedCall:
             bits=sum(equal_bits(a, b) for a, b in self.outputs) / len(batches),
             difference=Estimate.of(apart.mean, apart.half_width),
             verdict=None if self.bench.case.cancels else judge(apart).value,
-            rms=_rms(self._heads(lambda index: self._apart(index).square())),
-            predicted=_rms(self._heads(lambda index: self._plans_apart(index).square())) if all_emulated else None,
+            rms=_rms(self._heads(each.square() for each in self._apart)),
+            predicted=_rms(self._heads(each.square() for each in self._plans_apart())) if all_emulated else None,
             errors=(finite(errors[0].rms_ulps), finite(errors[1].rms_ulps)),
             biases=(finite(errors[0].bias.mean), finite(errors[1].bias.mean)),
             nearer=A if nearer.low > 0.0 else B if nearer.high < 0.0 else None,

@@ -15,7 +15,7 @@ from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.experiments.questions import INVARIANCE
 from tiebreak.matrix.identification.asking import threads
 from tiebreak.matrix.identification.identity import FAILING
-from tiebreak.matrix.pairs import DECLARED, Side
+from tiebreak.matrix.pairs import DECLARED, Side, bits_of
 from tiebreak.matrix.pairs.calls import PairedCall
 from tiebreak.matrix.pairs.separation import separation
 from tiebreak.matrix.run import run_cell
@@ -26,8 +26,6 @@ from tiebreak.reports.pairs.log_probabilities import ModelRecord
 from tiebreak.reports.pairs.verdict import CallRecord, PairVerdict, SideRecord
 from tiebreak.reports.records.decode import SCHEMA
 from tiebreak.reports.records.record import FAIL, FAILED, FOLLOWED, MEASURED, PASS, PASSED
-from tiebreak.reports.tables.run import counted
-from tiebreak.reports.tables.texts import percent
 
 Tell = Callable[[str], None]
 QUESTIONS = {experiment.name: experiment for experiment in INVARIANCE.experiments}
@@ -137,7 +135,6 @@ def _record(side: Side, at: int, calls: Sequence[CallRecord]) -> SideRecord:
     sure, rests_on, shares = side.known, side.rests_on, [x for call in calls if (x := call.plan_bits[at]) is not None]
     if rests_on == DECLARED and shares and not side.backend.predicts:
         sure = min(shares) >= FOLLOWED
-        share, inputs = percent(sum(shares) / len(shares)), counted(len(shares), "input")
-        rests_on = f"{DECLARED}, {share} of {side.backend.evidence} on {inputs}"
-        rests_on += "" if sure else ", which is not followed"
+        bits = bits_of(sum(shares) / len(shares), side.backend.evidence, len(shares))
+        rests_on = f"{DECLARED}, {bits}{'' if sure else ', which is not followed'}"
     return SideRecord(side.name, side.place, side.plan.label if side.plan else None, sure, rests_on)

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from tiebreak.backends.backend import EMULATION, Backend
-from tiebreak.cases.capture.watch import AttentionCall, ModelWatch, NotHeldError, Place, compiled_module
+from tiebreak.cases.capture.watch import AttentionCall, ModelWatch, NotHeldError, OnCall, Place, compiled_module
 from tiebreak.cases.gpt2 import fixture
 from tiebreak.cases.gpt2.attention import HeadKernel
 from tiebreak.cases.gpt2.fixture import Read, Way
@@ -66,6 +66,13 @@ class OwnModel:
     ways: Sequence[Way] = (Way.PREFILL,)  # likewise: it is called as it is
 
     @torch.no_grad()
+    def run(self, on_call: OnCall) -> Any:
+        """Return what the module makes of its tokens; each call of attention is told. Its errors are raised."""
+        watch = ModelWatch(self.module, {}, on_call)
+        with watch.installed():
+            watch.look(True)
+            return self.module(self.tokens)
+
     def read(self, side: Side | None, fmt: Format, way: Way = Way.PREFILL, draw: int = 0) -> Read:
         """Do as `SuiteModel`; the streams are O of every call seen, and exact attention takes q, k, v unrounded."""
         del way
@@ -77,11 +84,8 @@ class OwnModel:
             o.copy_(attention(side.kernel, side.backend, inputs) if side else reference(inputs).o)
             outputs.append(o.cpu().double())
 
-        watch = ModelWatch(self.module, {}, put)
         try:
-            with watch.installed():
-                watch.look(True)
-                made = self.module(self.tokens)
+            made = self.run(put)
         except NotHeldError as reason:
             raise UsageError(f"--model {self.name}: kernels here take no calls with {reason}") from reason
         logits = getattr(made, "logits", made)
@@ -177,9 +181,9 @@ class _Readings:
     def record(self) -> records.FormatRecord:
         way, *others = self.model.ways
         exact, a, b = (_Reading(letter, way) for letter in (_EXACT, *records.SIDES))
-        rows = [self._compared(records.PAIR, a, b, plans=True)]
-        rows += [self._compared(records.EXACT, exact, one, plans=True) for one in (a, b)]
-        rows += [self._compared(records.WAYS, a, _Reading(records.B, other)) for other in others]
+        rows = [self._compared(records.PAIR, a, b)]
+        rows += [self._compared(records.EXACT, exact, one) for one in (a, b)]
+        rows += [self._compared(records.WAYS, a, b._replace(way=other)) for other in others]
         for one in (a, b):
             rows += [self._compared(records.FLOOR, one, one._replace(way=other)) for other in others]
             again = self._compared(records.FLOOR, one, one._replace(draw=1))
@@ -190,12 +194,11 @@ class _Readings:
         nearer = None if more is None or not more.is_beyond(0.0) else records.A if more.mean > 0 else records.B
         return records.FormatRecord(self.fmt.name, tuple(rows), nearer)
 
-    def _compared(
-        self, role: str, first: _Reading, second: _Reading, *, plans: bool = False
-    ) -> records.ReadingComparison:
+    def _compared(self, role: str, first: _Reading, second: _Reading) -> records.ReadingComparison:
         apart = self._apart(first, second)
         if isinstance(apart, str):
             return records.ReadingComparison(str(first), str(second), role, skipped=apart)
+        plans = role in (records.PAIR, records.EXACT)
         of_plans = self._apart(self._plan(first), self._plan(second)) if plans else None
         predicted = of_plans.rms if isinstance(of_plans, records.LogProbabilityDifference) else None
         return records.ReadingComparison(str(first), str(second), role, apart, predicted=predicted)

@@ -1,29 +1,31 @@
 """The backend `files`: a kernel whose answers lie in a folder of `tiebreak export`."""
 
 import inspect
-import json
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
+from msgspec import structs
 from torch import Tensor
 
 from tiebreak.backends.backend import Backend
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
+from tiebreak.cases import runner
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.external.options import BINARY, declared_options, kernel
 from tiebreak.kernels.features import FEATURES, GROUPED
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import CannotRunError, Kernel, NotAskedError
-from tiebreak.programs.files import runner
 from tiebreak.reports.calls import MANIFEST, Calls, Stored, StoredCall, digest_of
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import store
+from tiebreak.reports.records.decode import convert, decode
 from tiebreak.reports.records.store import digest, one_line
 
 TARGET = f"{__name__}:attention"
@@ -57,6 +59,13 @@ def as_called(arguments: Tensors, keywords: Values) -> tuple[Tensors, Values]:
     return tensors, {name: list(x) if isinstance(x, tuple) else x for name, x in given.items() if name not in tensors}
 
 
+class _Told(msgspec.Struct):
+    """The fields of device.json that are more than words to print: it may have any others."""
+
+    products: tuple[str, ...] = ()  # how the device adds up products, as points of a plan: accumulator=amx
+    declare: Mapping[str, Any] = {}  # what --declare says of the kernel
+
+
 @dataclass
 class CallFolder:
     """A folder of calls, and the outputs that somebody wrote into it."""
@@ -76,13 +85,11 @@ class CallFolder:
         """The content of device.json; UsageError: it is not an object, or `products` or `declare` has another type."""
         path = self.path / DEVICE
         try:
-            said = json.loads(path.read_bytes()) if path.exists() else {}
-            kinds = {"products": list, "declare": dict}
-            if not isinstance(said, dict) or not all(isinstance(said.get(x, kinds[x]()), kinds[x]) for x in kinds):
-                raise ValueError('expected {"device": "...", "products": ["accumulator=amx"], "declare": {"lse": "2"}}')
-            declared_options(None, [f"{word}={value}" for word, value in said.get("declare", {}).items()])
-            parse_declaration(",".join(["flash@paper", *map(str, said.get("products", []))]))
-        except (ValueError, RecursionError) as error:
+            said = decode(path.read_bytes(), dict[str, Any]) if path.exists() else {}
+            told = convert(said, _Told)
+            declared_options(None, [f"{word}={value}" for word, value in told.declare.items()])
+            parse_declaration(",".join(["flash@paper", *told.products]))
+        except ValueError as error:
             raise UsageError(f"{path}: {one_line(str(error))}") from error
         return said
 
@@ -99,13 +106,9 @@ class CallFolder:
             yield from (f"{self.path}: {call.id} ({call.case}): {fault}" for fault in faults)
 
     def _input_faults(self, call: StoredCall) -> Iterator[str]:
-        def contents(tensors: Mapping[str, Stored]) -> object:
-            return {name: (x.format, x.shape, x.sha256) for name, x in tensors.items()}
-
-        plain = {name: {"format": x.format, "shape": x.shape} for name, x in call.tensors.items()}
-        if any(self.path.glob(f"{call.id}.in.safetensors")) or any(self.path.glob(f"{call.id}.q.bin")):
-            tensors = runner.inputs(self.path, {"id": call.id, "tensors": plain})
-            if contents(stored(tensors)) != contents(call.tensors):
+        if any((self.path / f"{call.id}.{end}").exists() for end in ("in.safetensors", "q.bin")):
+            exported = {name: structs.replace(x, strides=None) for name, x in call.tensors.items()}
+            if stored(runner.inputs(self.path, msgspec.to_builtins(call))) != exported:
                 yield "its inputs are not those that were exported: export again"
 
     def _output_faults(self, call: StoredCall) -> Iterator[str]:
@@ -148,37 +151,32 @@ class CallFolder:
     @cached_property
     def has_gradients(self) -> bool:
         """True if any call is answered with gradients: then all that ask for some have to be."""
-        return any("dq" in self._names(call) for call in self.manifest.calls if "do" in call.tensors)
-
-    def _names(self, call: StoredCall) -> Collection[str]:
-        try:
-            return self.outputs(call)[0]
-        except (OSError, ValueError):
-            return ()
+        for call in self.manifest.calls:
+            with suppress(OSError, ValueError):  # which are faults of that call
+                if "do" in call.tensors and "dq" in self.outputs(call)[0]:
+                    return True
+        return False
 
     def outputs(self, call: StoredCall) -> tuple[dict[str, Tensor], dict[str, str]]:
         """Return what was written for a call, and what is said of it; ValueError: none, or nothing to be read."""
-        path, described = (self.path / f"{call.id}.out.{end}" for end in ("safetensors", "json"))
-        if path.exists() and described.exists():
-            raise ValueError(f"it has two outputs, {path.name} and {described.name}: delete one")
-        if not path.exists() and not described.exists():
+        files = [path for end in ("safetensors", "json") if (path := self.path / f"{call.id}.out.{end}").exists()]
+        if len(files) > 1:
+            raise ValueError(f"it has two outputs, {files[0].name} and {files[1].name}: delete one")
+        if not files:
             raise ValueError("it has no output: run it, or say why not (docs/files.md)")
         try:
-            if path.exists():
-                return _read(path, path.stat().st_mtime_ns)
-            said = json.loads(described.read_bytes())
+            if files[0].suffix == ".safetensors":
+                return runner.read(files[0])
+            said = decode(files[0].read_bytes(), dict[str, Any])
         except ValueError as error:
-            name = (path if path.exists() else described).name
-            raise ValueError(f"{name}: {one_line(str(error))}") from error
-        if not isinstance(said, dict):
-            raise ValueError(f'{described.name}: expected an object, such as {{"call": "{call.digest}"}}')
+            raise ValueError(f"{files[0].name}: {one_line(str(error))}") from error
         tensors = {}
         for file in self.path.glob(f"{call.id}.*.bin"):
             if (name := file.name[len(call.id) + 1 : -len(".bin")]) not in call.tensors:
                 expected, shape = self._expected(call, name)
                 if not shape:
                     raise ValueError(f"{file.name}: the log-sum-exp of packed sequences is not read from raw files")
-                tensors[name] = runner.from_bytes(file.read_bytes(), runner.FORMATS[expected][1], shape)
+                tensors[name] = runner.from_bytes(bytearray(file.read_bytes()), runner.FORMATS[expected][1], shape)
         return tensors, said
 
     def unjudged(self) -> Iterator[str]:
@@ -215,12 +213,6 @@ class ElsewhereError(Exception):
 def opened(path: str) -> CallFolder:
     """Read a folder's manifest, once in this process; UsageError: there is none, or it can't be used."""
     return CallFolder(Path(path), store.load(Path(path) / MANIFEST, Calls))
-
-
-@lru_cache(maxsize=4)
-def _read(path: Path, changed: int) -> tuple[dict[str, Tensor], dict[str, str]]:
-    del changed
-    return runner.read(path)
 
 
 class _Current:

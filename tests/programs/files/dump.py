@@ -5,11 +5,10 @@ batch of one call, and so are those of one query.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import pairwise
-from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,13 +18,15 @@ from msgspec import Meta
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tiebreak.cases.captured import used_part
+from tiebreak.cases.captured import Positive, used_part
+from tiebreak.cases.runner import read
 from tiebreak.kernels.formats import BF16, FP16
 from tiebreak.kernels.inputs import TORCH_DTYPES
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate.expected import toml
 from tiebreak.reports.names import first_few
-from tiebreak.reports.records.decode import Count, Data
+from tiebreak.reports.records.decode import Count, Data, FieldError
+from tiebreak.reports.tables.run import counted
 
 _PLACES = ("step", "rank", "layer")  # what a pattern may have in braces
 _FILE = re.compile(r"(.+?\.(?:safetensors|npz|npy|pth?|bin))(?::(.+))?")
@@ -34,9 +35,10 @@ _PARTS = {"qkv": ("q", "k", "v"), "kv": ("k", "v")}
 _HOLDING = {"q": ("qkv",), "k": ("kv", "qkv"), "v": ("kv", "qkv")}  # the tensors that may hold one
 _MAY_LACK = ("batch", "heads", "tokens", "page")  # dimensions that may be left out: they are 1
 _ROWS, _POOL = ("batch", "heads", "tokens", "dim"), ("pages", "page", "heads", "dim")
+_BITS = ("|V2", "<u2")  # numpy's names of numbers of two bytes that are none of its own
 _SHOWN = 6  # tensors of a file
 
-Positive = Annotated[float, Meta(gt=0)]
+Tensors = dict[str, Tensor]
 Size = Annotated[int, Meta(ge=1, le=2**31)]
 
 
@@ -91,10 +93,6 @@ class Dumped:
         return next(name for name, dtype in _FORMATS.items() if dtype is self.tensors["q"].dtype)
 
 
-class _WrongError(Exception):
-    """A mapping, or a file that it names, is wrong; the message says how, in one line."""
-
-
 def dumped(path: Path) -> tuple[Mapped, list[Dumped]]:
     """Return a mapping and the calls that it finds, by step, rank and layer; UsageError: one line of what is wrong."""
     mapped = toml(path, Mapped, str(path))
@@ -103,14 +101,14 @@ def dumped(path: Path) -> tuple[Mapped, list[Dumped]]:
     try:
         given = {name for name in ("q", "k", "v", "kv", "qkv") if getattr(mapped, name) is not None}
         if given not in ({"q", "k", "v"}, {"q", "kv"}, {"qkv"}):
-            raise _WrongError(f"{', '.join(sorted(given)) or 'no q'}: give q, k and v, or q and kv, or qkv")
+            raise FieldError("give q, k and v, or q and kv, or qkv", ", ".join(sorted(given)) or "no q")
         if mapped.window is not None and not mapped.causal:
-            raise _WrongError("window: it counts keys up to a row's own: causal = true")
+            raise FieldError("it counts keys up to a row's own: causal = true", "window")
         places = _places(folder, _named(mapped.q or mapped.qkv or "")[0], mapped.layers)
         calls = [call for place in places for call in _Source(mapped, folder, place).calls()]
         if len({call.format for call in calls}) > 1:
-            raise _WrongError("layers: some are in bf16, some in fp16: export them one by one")
-    except _WrongError as error:
+            raise FieldError("some are in bf16, some in fp16: export them one by one", "layers")
+    except FieldError as error:
         raise UsageError(f"{path}: {error}") from error
     return mapped, calls
 
@@ -120,7 +118,8 @@ def _places(folder: Path, text: str, layers: Sequence[int] | None) -> list[dict[
     named = _split(text)[1]
     file, key = (re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>[0-9]+)", re.escape(part)) for part in _split(text))
     if unknown := {*re.findall(r"\{(.*?)\}", text)} - {*_PLACES}:
-        raise _WrongError(f"{text}: {{{unknown.pop()}}}: expected {', '.join(f'{{{word}}}' for word in _PLACES)}")
+        expected = ", ".join(f"{{{word}}}" for word in _PLACES)
+        raise FieldError(f"{{{unknown.pop()}}}: expected {expected}", text)
     found = [
         match.groupdict() | of_key.groupdict()
         for path in sorted(folder.rglob("*.*"))
@@ -129,10 +128,10 @@ def _places(folder: Path, text: str, layers: Sequence[int] | None) -> list[dict[
         if (of_key := re.fullmatch(key, name))
     ]
     if not found:
-        raise _WrongError(f"{text}: there is none in {folder}")
+        raise FieldError(f"there is none in {folder}", text)
     chosen = [place for place in found if layers is None or int(place.get("layer", 0)) in layers]
     if not chosen:
-        raise _WrongError(f"layers: the dump has {first_few([place.get('layer', '0') for place in found], _SHOWN)}")
+        raise FieldError(f"the dump has {first_few([place.get('layer', '0') for place in found], _SHOWN)}", "layers")
     return sorted(chosen, key=lambda place: [int(place.get(word, 0)) for word in _PLACES])
 
 
@@ -144,71 +143,49 @@ def _split(text: str) -> tuple[str, str]:
     """Return the file and the key of a tensor, which is empty where a file has one."""
     match = _FILE.fullmatch(text)
     if match is None:
-        raise _WrongError(f"{text}: expected FILE or FILE:KEY, of .safetensors, .npz, .npy, .pt, .pth or .bin")
+        raise FieldError("expected FILE or FILE:KEY, of .safetensors, .npz, .npy, .pt, .pth or .bin", text)
     return match[1], match[2] or ""
 
 
 @lru_cache(maxsize=4)
-def _contents(path: Path) -> Mapping[str, Callable[[], Tensor]]:
-    """Return what reads each tensor of a file."""
+def _contents(path: Path) -> Mapping[str, Any]:
+    """Return the tensors of a file, or arrays of numpy's, which are read as they are looked up."""
     try:
         if path.suffix == ".safetensors":
-            from safetensors import safe_open
-
-            file: Any = safe_open(path, framework="pt")
-            return {name: partial(file.get_tensor, name) for name in file.keys()}  # noqa: SIM118
+            return read(path)[0]
         if path.suffix in (".npy", ".npz"):
             arrays: Any = np.load(path, allow_pickle=False)
-            if path.suffix == ".npy":
-                return {"": lambda: _of_numpy(arrays)}
-            return {name: partial(lambda name: _of_numpy(arrays[name]), name) for name in arrays.files}
+            return {"": arrays} if isinstance(arrays, np.ndarray) else arrays
         return dict(_flattened(torch.load(path, map_location="cpu", weights_only=True)))
-    except ImportError as error:
-        raise _WrongError(f"{path}: pip install safetensors") from error
     except Exception as error:
         raise _unreadable(path, error) from error
 
 
-def _unreadable(path: Path, error: Exception) -> _WrongError:
+def _unreadable(path: Path, error: Exception) -> FieldError:
     """Return an error of a library that reads tensors, which may be of any kind, in one line."""
-    return _WrongError(f"{path}: cannot be read: {' '.join(str(error).split())[:200] or type(error).__name__}")
+    return FieldError(f"cannot be read: {' '.join(str(error).split())[:200] or type(error).__name__}", str(path))
 
 
-def _flattened(x: Any, name: str = "") -> Iterator[tuple[str, Callable[[], Tensor]]]:
+def _flattened(x: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors in dictionaries and lists, by names with dots."""
     if isinstance(x, Tensor):
-        yield name, lambda: x
+        yield name, x
     inside = x.items() if isinstance(x, dict) else enumerate(x) if isinstance(x, (list, tuple)) else ()
     for key, value in inside:
         yield from _flattened(value, f"{name}.{key}" if name else str(key))
 
 
-def _of_numpy(x: Any) -> Tensor:
-    """Return an array as a tensor; numbers of two bytes that are none of numpy's are bits of bf16."""
-    if x.dtype.str in ("|V2", "<u2"):
-        return torch.from_numpy(np.ascontiguousarray(x).view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(np.ascontiguousarray(x))
-
-
-@dataclass(frozen=True)
-class _Part:
-    """One sequence of a layer: (heads, tokens, dim) and, of the log-sum-exp, (heads, tokens)."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    o: Tensor
-    lse: Tensor | None = None
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """How many queries and keys it has."""
-        return self.q.shape[1], self.k.shape[1]
+def _as_tensor(x: Any) -> Tensor:
+    """Return a tensor or array as a tensor; numbers of two bytes that are none of numpy's are bits of bf16."""
+    if isinstance(x, Tensor):
+        return x
+    own = np.ascontiguousarray(x)
+    return torch.from_numpy(own.view(np.int16)).view(torch.bfloat16) if x.dtype.str in _BITS else torch.from_numpy(own)
 
 
 @dataclass(frozen=True)
 class _Source:
-    """One layer of a dump."""
+    """One layer of a dump. A sequence of it has q, k, v, o (heads, tokens, dim), perhaps lse (heads, tokens)."""
 
     mapped: Mapped
     folder: Path
@@ -216,76 +193,72 @@ class _Source:
 
     def calls(self) -> Iterator[Dumped]:
         """Yield its calls: sequences of equal sizes are one, and those of one query."""
-        groups = dict[tuple[int, int], dict[int, _Part]]()
+        groups = dict[tuple[int, int], dict[int, Tensors]]()
         for at, each in enumerate(self._sequences()):
-            queries, keys = each.sizes
+            queries, keys = each["q"].shape[1], each["k"].shape[1]
             if queries:
                 groups.setdefault((queries, keys if queries > 1 else 0), {})[at] = each
+        step, rank, layer = (self.place.get(word) for word in _PLACES)
         for members in groups.values():
-            step, rank, layer = (self.place.get(word) for word in _PLACES)
             file = f"inputs-{int(step or 0):06}" + ("" if rank is None else f"-rank{int(rank)}")
             file += f"-sequence{min(members)}" if len(groups) > 1 else ""
             yield Dumped(f"{file}.safetensors", str(int(layer or 0)), *self._joined([*members.values()]))
 
-    def _joined(self, members: Sequence[_Part]) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, str]]:
+    def _joined(self, members: Sequence[Tensors]) -> tuple[Tensors, Tensors, dict[str, str]]:
         """Return the tensors, answers and metadata of sequences of one length, or of one query each."""
-        queries, window = members[0].sizes[0], self.mapped.window
+        (heads, queries, _), window = members[0]["q"].shape, self.mapped.window
         decoding = queries == 1  # its row sees all keys, or the last ones: no mask is needed
-        last = -window if decoding and window else None
-        kv = [(x.k[:, last:], x.v[:, last:]) for x in members]
-        counts, heads = [k.shape[1] for k, _ in kv], len(members[0].q)
-        keys, groups, causal = max(counts), heads // len(members[0].k), self.mapped.causal and not decoding
+        last = slice(-window if decoding and window else None, None)
+        counts = [x["k"][:, last].shape[1] for x in members]
+        keys, groups, causal = max(counts), heads // len(members[0]["k"]), self.mapped.causal and not decoding
         part, cut = used_part(len(members), heads, groups, queries=queries, keys=keys, causal=causal)
         entries, each, rows, seen = part
         of_q, of_k = (slice(entries), slice(each), slice(rows)), (slice(entries), slice(each // groups), slice(seen))
-        tensors = {"q": torch.stack([x.q for x in members])[of_q]}
-        for name, every in zip("kv", zip(*kv, strict=True), strict=True):
-            tensors[name] = torch.stack([pad(x, (0, 0, 0, keys - x.shape[1])) for x in every])[of_k]
+        whole = {name: torch.stack([x[name] for x in members])[of_q] for name in members[0] if name not in "kv"}
+        for name in "kv":
+            every = (x[name][:, last] for x in members)
+            whole[name] = torch.stack([pad(x, (0, 0, 0, keys - x.shape[1])) for x in every])[of_k]
         if min(counts) < keys:
-            tensors["key_padding"] = (torch.arange(keys) < torch.tensor(counts)[:, None])[of_k[::2]].float()
+            whole["key_padding"] = (torch.arange(keys) < torch.tensor(counts)[:, None])[of_k[::2]].float()
         if self.mapped.sink is not None:
-            tensors["sink"] = self._sink(self.mapped.sink, heads)[:each]
-        answers = {"o": torch.stack([x.o for x in members])[of_q]}
-        if (lse := [x.lse for x in members if x.lse is not None]) and self.mapped.lse is not None:
-            answers["lse"] = torch.stack(lse)[of_q]
+            whole["sink"] = self._sink(self.mapped.sink, heads)[:each]
+        answers: Tensors = {name: whole.pop(name) for name in ("o", "lse") if name in whole}
         numbers = {"scale": self.mapped.scale, "softcap": self.mapped.softcap, "window": None if decoding else window}
         words = {name: repr(number) for name, number in numbers.items() if number is not None}
-        return tensors, answers, {"causal": str(causal).lower(), "forward": "true", "cut": cut, **words}
+        return whole, answers, {"causal": str(causal).lower(), "forward": "true", "cut": cut, **words}
 
-    def _sequences(self) -> list[_Part]:
+    def _sequences(self) -> list[Tensors]:
         """Return its sequences, whole, of tensors that fit and q, k and v without NaN."""
         names = ("q", "k", "v", "o", *(["lse"] if self.mapped.lse else []))
         every = {name: self._keys(name) if name in "kv" else self._parts(name) for name in names}
-        if counts := {name: len(x) for name, x in every.items() if len(x) != len(every["q"])}:
-            name, count = counts.popitem()
-            raise self._wrong(name, f"{count} sequences, and q has {len(every['q'])}")
-        made = [_Part(*parts) for parts in zip(*every.values(), strict=True)]
-        for at, (each, parts) in enumerate(zip(made, zip(*every.values(), strict=True), strict=True)):
-            (heads, queries, d), (key_heads, keys, of_k) = each.q.shape, each.k.shape
-            of_rows = heads, queries, each.v.shape[2]
-            if heads % key_heads or d != of_k or each.v.shape[:2] != each.k.shape[:2] or each.o.shape != of_rows:
-                shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in zip(names, parts, strict=True))
+        for name, parts in every.items():
+            if len(parts) != len(every["q"]):
+                raise self._wrong(name, f"{len(parts)} sequences, and q has {len(every['q'])}")
+        made = [dict(zip(names, parts, strict=True)) for parts in zip(*every.values(), strict=True)]
+        for at, each in enumerate(made):
+            (heads, queries, d), (key_heads, keys, of_k) = each["q"].shape, each["k"].shape
+            rows, of_v = (heads, queries), each["v"].shape
+            if heads % key_heads or d != of_k or of_v[:2] != each["k"].shape[:2] or each["o"].shape != (*rows, of_v[2]):
+                shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in each.items())
                 raise self._wrong("o", f"they do not fit, as heads, tokens, dim of sequence {at}: {shapes}")
-            if each.lse is not None and each.lse.shape != of_rows[:2]:
-                raise self._wrong("lse", f"{list(each.lse.shape)}, expected {list(of_rows[:2])}: heads, tokens")
+            if "lse" in each and each["lse"].shape != rows:
+                raise self._wrong("lse", f"{list(each['lse'].shape)}, expected {list(rows)}: heads, tokens")
             if keys == 0 or (self.mapped.causal and queries > keys):
                 raise self._wrong("k", f"sequence {at} has {queries} queries and {keys} keys")
-            if len({x.dtype for x in parts[:4]}) > 1:
-                formats = ", ".join(f"{name} {x.dtype}" for name, x in zip(names[:4], parts, strict=False))
-                raise self._wrong("dtype", f"they differ: {formats}")
-            if wrong := [name for name, x in zip("qkv", parts, strict=False) if not x.isfinite().all()]:
-                raise self._wrong(wrong[0], f"sequence {at} has NaN or Inf")
+            if len({each[name].dtype for name in names[:4]}) > 1:
+                raise self._wrong("dtype", f"they differ: {', '.join(f'{x} {each[x].dtype}' for x in names[:4])}")
+            for name in "qkv":
+                if not each[name].isfinite().all():
+                    raise self._wrong(name, f"sequence {at} has NaN or Inf")
         return made
 
-    def _parts(self, name: str, order: Sequence[str] = _ROWS) -> list[Tensor]:
+    def _parts(self, name: str) -> list[Tensor]:
         """Return q, k, v, o or the log-sum-exp of each sequence."""
-        x, packed = self._laid(name, _ROWS[:3] if name == "lse" else order), self.mapped.cu_seqlens_q
-        if name in "kv":
-            packed = self.mapped.cu_seqlens_k or packed
-        if packed is None:
+        x = self._laid(name, _ROWS[:3] if name == "lse" else _ROWS)
+        word = "cu_seqlens_k" if name in "kv" and self.mapped.cu_seqlens_k is not None else "cu_seqlens_q"
+        if (packed := getattr(self.mapped, word)) is None:
             return list(x)
-        word = "cu_seqlens_k" if name in "kv" and self.mapped.cu_seqlens_k else "cu_seqlens_q"
-        begins = self._counts(word, packed)
+        begins = self._index(word, packed).tolist()
         if len(x) > 1:
             raise self._wrong(name, f"packed sequences lie in a batch of 1, not of {len(x)}")
         if begins[0] or begins != sorted(begins) or begins[-1] != x.shape[2]:
@@ -294,52 +267,45 @@ class _Source:
 
     def _keys(self, name: str) -> list[Tensor]:
         """Return K or V of each sequence, by its pages if it has some."""
-        used = None if self.mapped.seqused_k is None else self._counts("seqused_k", self.mapped.seqused_k)
+        used = None if self.mapped.seqused_k is None else self._index("seqused_k", self.mapped.seqused_k).tolist()
         if self.mapped.block_table is None:
             every = self._parts(name)
-            lengths = used or [x.shape[1] for x in every]
         else:
-            pool, table = self._laid(name, _POOL), self._index("block_table", self.mapped.block_table)
-            if used is None or table.dim() != 2:
-                raise self._wrong("block_table", "it takes two dimensions, sequences and pages, and seqused_k")
-            lengths, size = used, pool.shape[1]
-            pages = [row[: -(-n // size)] for row, n in zip(table.tolist(), used, strict=False)]
+            pool, table = self._laid(name, _POOL), self._index("block_table", self.mapped.block_table, dimensions=2)
+            if used is None:
+                raise self._wrong("block_table", "it takes seqused_k, the keys of each sequence")
+            pages = [row[: -(-n // pool.shape[1])] for row, n in zip(table.tolist(), used, strict=False)]
             if wrong := sorted({page for row in pages for page in row if not 0 <= page < len(pool)}):
                 raise self._wrong("block_table", f"page {wrong[0]}: {name} has {len(pool)} pages")
             every = [pool[row].flatten(0, 1).transpose(0, 1) for row in pages]
-        if len(lengths) != len(every) or any(n > x.shape[1] for n, x in zip(lengths, every, strict=False)):
-            room = [x.shape[1] for x in every]
-            raise self._wrong("seqused_k", f"{_shown(lengths)}: {name} has room for {_shown(room)} keys")
-        return [x[:, :n] for x, n in zip(every, lengths, strict=True)]
+        if used is None:
+            return every
+        room = [x.shape[1] for x in every]
+        if len(used) != len(room) or any(not 0 <= n <= most for n, most in zip(used, room, strict=True)):
+            raise self._wrong("seqused_k", f"{_shown(used)}: {name} has room for {_shown(room)} keys")
+        return [x[:, :n] for x, n in zip(every, used, strict=True)]
 
     def _laid(self, name: str, order: Sequence[str]) -> Tensor:
         """Return a tensor of the mapping in this order of dimensions, and in its format."""
         whole = next((each for each in _HOLDING.get(name, ()) if getattr(self.mapped, each) is not None), name)
         text, layout = _named(getattr(self.mapped, whole))
-        x, layout = self._numbers(whole, self._tensor(whole, text)), layout or self._layout(whole)
-        known = {"heads": self.mapped.heads, "kv_heads": self.mapped.kv_heads}
-        parts = [known["heads" if part in "qolse" else "kv_heads"] for part in _PARTS.get(whole, (whole,))]
+        if name == "lse" and layout is None:
+            layout = "batch heads tokens" if "batch" in re.findall(r"\w+", self.mapped.layout) else "heads tokens"
+        x, layout = self._numbers(whole, self._tensor(whole, text)), layout or self.mapped.layout
+        names = _PARTS.get(whole, (whole,))
+        parts = [self.mapped.kv_heads if part in "kv" else self.mapped.heads for part in names]
         if whole == name:
             return self._arranged(name, x, layout, order, parts[0])
-        at = _PARTS[whole].index(name)
         if whole in layout.split():  # a dimension of its own
-            return self._arranged(whole, x, layout, (whole, *order), parts[0])[at]
-        heads = None if None in parts else sum(n for n in parts if n)
-        x = self._arranged(whole, x, layout, order, heads)
+            return self._arranged(whole, x, layout, (whole, *order), parts[0])[names.index(name)]
+        sizes = [n for n in parts if n is not None]
+        x = self._arranged(whole, x, layout, order, sum(sizes) if len(sizes) == len(parts) else None)
         axis = list(order).index("heads")
-        share, odd = divmod(x.shape[axis], len(parts))
-        if heads is None and (odd or parts[0] not in (None, share)):
-            raise self._wrong(whole, f"{x.shape[axis]} heads are not {len(parts)} times as many: say heads, kv_heads")
-        sizes = [share if n is None or heads is None else n for n in parts]
-        if sum(sizes) != x.shape[axis]:
-            raise self._wrong(whole, f"it has {x.shape[axis]} heads, and by heads and kv_heads {sum(sizes)}")
-        return torch.split(x, sizes, axis)[at]
-
-    def _layout(self, name: str) -> str:
-        """Return the layout of a tensor that has none of its own: of the log-sum-exp without `dim`, heads first."""
-        if name != "lse":
-            return self.mapped.layout
-        return "batch heads tokens" if "batch" in re.findall(r"\w+", self.mapped.layout) else "heads tokens"
+        if len(sizes) < len(parts):  # as many of each
+            sizes = [x.shape[axis] // len(parts)] * len(parts)
+        if sum(sizes) != x.shape[axis] or parts[0] not in (None, sizes[0]):
+            raise self._wrong(whole, f"{x.shape[axis]} heads are not those of {', '.join(names)}: say heads, kv_heads")
+        return torch.split(x, sizes, axis)[names.index(name)]
 
     def _arranged(self, name: str, x: Tensor, layout: str, order: Sequence[str], heads: int | None) -> Tensor:
         """Return a tensor with its dimensions taken apart and in order; those that it lacks are 1."""
@@ -352,21 +318,17 @@ class _Source:
             raise self._wrong(name, f'layout "{layout}": {why}')
         if len(groups) != x.dim():
             raise self._wrong(name, f'layout "{layout}" has {len(groups)} dimensions, the tensor is {list(x.shape)}')
-        sizes: list[int] = []
-        for group, size in zip(groups, x.shape, strict=True):
-            known = [heads if word == "heads" else None for word in group]
-            rest = size // prod(n for n in known if n)
-            if len(group) > 1 and (known.count(None) > 1 or rest * prod(n for n in known if n) != size):
-                of = f" of {heads} heads" if heads else ""
-                why = f"{size} is no ({' '.join(group)}){of}: say heads, kv_heads"
-                raise self._wrong(name, f'layout "{layout}": {why}')
-            sizes += [size] if len(group) == 1 else [rest if n is None else n for n in known]
-        if heads is not None and (of := dict(zip(words, sizes, strict=True)).get("heads", 1)) != heads:
-            raise self._wrong(name, f"it has {of} heads, and {heads} were named")
-        laid = x.reshape(sizes).permute([words.index(word) for word in order if word in words])
-        for at, word in enumerate(order):
-            laid = laid if word in words else laid.unsqueeze(at)
-        return laid
+        for at in reversed(range(len(groups))):
+            try:
+                x = torch.unflatten(x, at, [heads or -1 if word == "heads" else -1 for word in groups[at]])
+            except RuntimeError as error:
+                why = f"{x.shape[at]} is no ({' '.join(groups[at])}) of {heads or 'unknown'} heads: say heads, kv_heads"
+                raise self._wrong(name, f'layout "{layout}": {why}') from error
+        sizes = dict(zip(words, x.shape, strict=True))
+        if heads is not None and sizes.get("heads", 1) != heads:
+            raise self._wrong(name, f"it has {sizes.get('heads', 1)} heads, and {heads} were named")
+        laid = x.permute([words.index(word) for word in order if word in words])
+        return laid[tuple(slice(None) if word in words else None for word in order)]
 
     def _numbers(self, name: str, x: Tensor) -> Tensor:
         """Return a tensor in the format of the call, whose values it has, or the log-sum-exp in fp32."""
@@ -380,21 +342,15 @@ class _Source:
             raise self._wrong(name, f"it has numbers that are none of {self.mapped.dtype}: the kernel had others")
         return rounded
 
-    def _counts(self, name: str, value: str | Sequence[int]) -> list[int]:
-        x = self._index(name, value)
-        if x.dim() != 1 or not len(x) or x.min() < 0:
-            raise self._wrong(name, f"{list(x.shape)}: expected one dimension, of numbers that are not negative")
-        counts: list[int] = x.tolist()
-        return counts
-
-    def _index(self, name: str, value: Any) -> Tensor:
-        """Return whole numbers that a mapping names or lists."""
-        try:
-            x = self._tensor(name, value) if isinstance(value, str) else torch.tensor(value)
-        except ValueError as error:
-            raise self._wrong(name, "its rows differ in length") from error
+    def _index(self, name: str, value: Any, dimensions: int = 1) -> Tensor:
+        """Return whole numbers that a mapping names or lists, in so many dimensions."""
+        if not isinstance(value, str) and len({len(row) for row in value if isinstance(row, tuple)}) > 1:
+            raise self._wrong(name, "its rows differ in length")
+        x = self._tensor(name, value) if isinstance(value, str) else torch.tensor(value)
         if x.is_floating_point() or x.is_complex() or x.dtype is torch.bool:
             raise self._wrong(name, f"it is {x.dtype}, expected whole numbers")
+        if x.dim() != dimensions or not len(x):
+            raise self._wrong(name, f"{list(x.shape)}: expected {counted(dimensions, 'dimension')} of numbers")
         return x.long()
 
     def _sink(self, text: str, heads: int) -> Tensor:
@@ -407,21 +363,21 @@ class _Source:
         """Return a tensor of the dump as its file has it."""
         absent = [word for word in re.findall(r"\{(\w+)\}", text) if word not in self.place]
         if absent:
-            raise _WrongError(f"{name}: {{{absent[0]}}}: q does not have it in its name")
+            raise FieldError(f"{{{absent[0]}}}: q does not have it in its name", name)
         file, key = _split(re.sub(r"\{(\w+)\}", lambda word: self.place[word[1]], text))
         if not (path := self.folder / file).is_file():
             raise self._wrong(name, f"there is no {path}")
-        if (make := _contents(path).get(key)) is None:
-            names = first_few(sorted(_contents(path)), _SHOWN)
+        if key not in (contents := _contents(path)):
+            names = first_few(sorted(contents), _SHOWN)
             raise self._wrong(name, f"{path} has no {key or 'tensor without a key'}; it has {names}")
         try:
-            return make()
+            return _as_tensor(contents[key])
         except Exception as error:
             raise _unreadable(path, error) from error
 
-    def _wrong(self, name: str, why: str) -> _WrongError:
+    def _wrong(self, name: str, why: str) -> FieldError:
         place = ", ".join(f"{word} {self.place[word]}" for word in _PLACES if word in self.place)
-        return _WrongError(f"{name}{f' of {place}' if place else ''}: {why}")
+        return FieldError(why, f"{name} of {place}" if place else name)
 
 
 def _shown(numbers: Sequence[int]) -> str:

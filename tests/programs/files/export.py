@@ -18,6 +18,7 @@ import msgspec
 
 from tiebreak import kernels
 from tiebreak.backends.backend import EMULATION
+from tiebreak.cases import runner
 from tiebreak.cases.capture.folder import MB
 from tiebreak.cases.captured import captured_cases
 from tiebreak.cases.case import HEADS_PER_BATCH, JOINED, Case
@@ -32,12 +33,13 @@ from tiebreak.kernels.kernel import Declaration, run_backward, run_forward
 from tiebreak.kernels.triton.roster import DECLARATIONS
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import OneCall
+from tiebreak.matrix.plugin import selection_of
 from tiebreak.matrix.scheduling import cell_id
-from tiebreak.matrix.selection import Selection, cells, check_usable
+from tiebreak.matrix.selection import cells, check_usable
 from tiebreak.programs import check
-from tiebreak.programs.files import backend, dump, own, runner
+from tiebreak.programs.files import backend, dump, own
 from tiebreak.programs.files.backend import DEVICE, FILES, NOT_ASKED, TARGET, Tensors, Values, as_called, stored
-from tiebreak.reports.calls import MANIFEST, Calls, Stored, StoredCall, digest_of
+from tiebreak.reports.calls import MANIFEST, Calls, StoredCall, digest_of
 from tiebreak.reports.cli import PASSED, Parser, count, positive
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import first_few, split
@@ -76,7 +78,7 @@ class Recorder:
 
     answering: Declaration = _FUSED  # the plan whose answers the kernel has
     case: str = ""  # that runs
-    calls: dict[str, tuple[Tensors, dict[str, Stored], Values, str]] = field(default_factory=dict)
+    calls: dict[str, tuple[Tensors, StoredCall]] = field(default_factory=dict)  # by digest, without a number yet
     often: Counter[str] = field(default_factory=Counter)  # how often each is made, in the run that makes it most often
     now: Counter[str] = field(default_factory=Counter)  # in this run
 
@@ -86,20 +88,18 @@ class Recorder:
         digest = digest_of(described, values)
         if digest not in self.calls:
             copies = {name: x.detach().clone() for name, x in tensors.items()}
-            self.calls[digest] = copies, described, values, self.case
+            finite = all(bool(x.float().isfinite().all()) for x in copies.values())
+            self.calls[digest] = copies, StoredCall("", digest, self.case, described, values, 1, finite)
         self.now[digest] += 1
         self.often[digest] = max(self.often[digest], self.now[digest])
 
     def merged(self) -> Iterator[tuple[Tensors, StoredCall]]:
         """Yield the calls: one whose gradients are asked for is asked for O alone there too."""
-        every = [
-            (x, StoredCall("", digest, case, described, values, self.often[digest], _is_finite(x)))
-            for digest, (x, described, values, case) in self.calls.items()
-        ]
-        of_o = {digest_of(call.forward, call.values): call for _, call in every if "do" in call.tensors}
+        every = self.calls.values()
+        of_o = {digest_of(call.forward, call.values) for _, call in every if "do" in call.tensors}
         left = [(x, call) for x, call in every if call.digest not in of_o]
         for number, (tensors, call) in enumerate(left, 1):
-            runs = max(call.runs, self.often[digest_of(call.forward, call.values)])
+            runs = max(self.often[call.digest], self.often[digest_of(call.forward, call.values)])
             yield tensors, msgspec.structs.replace(call, id=f"{number:04}", runs=min(runs, _RUNS))
 
 
@@ -122,10 +122,6 @@ class _RecordedCall(Call):
         inputs, plan = replace(self.inputs, do=self.restored(placed.do)), self.recorder.answering
         made = run_backward(plan, inputs, run_forward(plan, inputs, EMULATION.arithmetic), EMULATION.arithmetic)
         return (*map(self.laid, (made.dq, made.dk, made.dv)), *(() if made.dsink is None else (made.dsink,)))
-
-
-def _is_finite(tensors: Tensors) -> bool:
-    return all(bool(x.float().isfinite().all()) for x in tensors.values())
 
 
 def run_words(folder: Path, options: Mapping[str, str], declared: Mapping[str, str]) -> list[str]:
@@ -174,17 +170,8 @@ class _Recording(check.Follower):
 
 def _names(folder: Path, given: Mapping[str, str], options: Mapping[str, str]) -> str:
     """Return the cases that files can show: those that are named, or usual ones that such a kernel takes."""
-    selection = Selection(
-        backends=FILES.name,
-        formats=given["dtype"],
-        kernel=(TARGET,),
-        declare=tuple(f"{name}={value}" for name, value in options.items()),
-        card=str(folder),
-        cases=given.get("cases"),
-        captured=given.get("captured"),
-        features=given.get("features"),
-    )
-    every, _ = cells(selection)
+    asked = vars(check.parsed(run_words(folder, given, options), "tiebreak export"))
+    every, _ = cells(selection_of({**asked, "kernel": asked["targets"]}.get))
     check_usable(every)
     named = "cases" in given or "captured" in given
     chosen = [cell for cell in every if (_can_show if named else _is_usual)(cell)]
@@ -218,8 +205,9 @@ def main(arguments: Sequence[str]) -> int:
         raise UsageError("name a new folder for the calls, or --runner FILE.py alone")
     if asked.dump is not None and asked.folder is None:
         raise UsageError(f"--dump {asked.dump}: name a new folder for its calls")
-    if asked.folder is not None:
-        _refuse_used(asked.folder)
+    if (folder := asked.folder) is not None:
+        if folder.exists() and (not folder.is_dir() or any(folder.glob("*.out.*")) or (folder / MANIFEST).exists()):
+            raise UsageError(f"{folder}: has calls already, or is no folder: name a new one")
         (_export if asked.dump is None else _export_dump)(asked)
     if asked.runner is not None:
         _write_runner(asked.runner, asked.kernel)
@@ -238,7 +226,7 @@ def _export(asked: argparse.Namespace) -> None:
     _tell_size(asked, [x for x, _ in calls], f"{counted(len(calls), 'call')} of {cases}", "--heads or --cases")
     every = tuple(call for _, call in calls)
     manifest = Calls(SCHEMA, version("tiebreak"), given, _given(asked), takes, asked.layout, asked.raw, every, {}, "")
-    _write(folder, msgspec.structs.replace(manifest, digest=manifest.own_digest), [x for x, _ in calls])
+    _write(folder, manifest, [x for x, _ in calls])
 
 
 def _given(asked: argparse.Namespace) -> dict[str, str]:
@@ -246,11 +234,6 @@ def _given(asked: argparse.Namespace) -> dict[str, str]:
     parser, names = _parser(), (*_RUN, "takes", "layout", "raw")
     given = {name: value for name in names if (value := getattr(asked, name)) != parser.get_default(name)}
     return {name: "" if value is True else str(value) for name, value in given.items()}
-
-
-def _refuse_used(folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.glob("*.out.*")) or (folder / MANIFEST).exists()):
-        raise UsageError(f"{folder}: has calls already, or is no folder: name a new one")
 
 
 def _tell_size(asked: argparse.Namespace, written: Iterable[Tensors], what: str, fewer: str) -> None:
@@ -286,7 +269,7 @@ def _export_dump(asked: argparse.Namespace) -> None:
     if mapped.device:
         store.write_text(json.dumps({"device": mapped.device}), folder / DEVICE)
     manifest = Calls(SCHEMA, version("tiebreak"), options, {}, takes, "bhnd", False, tuple(calls.values()), files, "")
-    store.write(msgspec.structs.replace(manifest, digest=manifest.own_digest), folder / MANIFEST)
+    _write(folder, manifest)
 
 
 def captured_inputs(folder: Path, options: Mapping[str, str]) -> list[tuple[Case, AttentionInputs]]:
@@ -323,17 +306,17 @@ def _write_runner(path: Path, kernel: str | None) -> None:
         store.write_text("", path.parent / "tiebreak/__init__.py")
 
 
-def _write(folder: Path, manifest: Calls, inputs: Sequence[Tensors]) -> None:
-    """Write a folder of calls, the manifest last: without it the folder is none."""
+def _write(folder: Path, manifest: Calls, inputs: Sequence[Tensors] = ()) -> None:
+    """Write a folder of calls, the manifest last: without it the folder is none. A dump's inputs are there already."""
     store.check_writable(folder)
-    for tensors, call in zip(inputs, manifest.calls, strict=True):
+    for tensors, call in zip(inputs, manifest.calls, strict=bool(inputs)):
         if not manifest.raw:
             runner.write(folder / f"{call.id}.in.safetensors", tensors, {"call": call.digest})
         for name, x in tensors.items() if manifest.raw else ():
             runner.replace(folder / f"{call.id}.{name}.bin", runner.to_bytes(x))
     if manifest.raw:
         store.write_text("".join(f"{_line(call)}\n" for call in manifest.calls), folder / "calls.txt")
-    store.write(manifest, folder / MANIFEST)
+    store.write(msgspec.structs.replace(manifest, digest=manifest.own_digest), folder / MANIFEST)
 
 
 def _line(call: StoredCall) -> str:

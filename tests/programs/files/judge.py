@@ -40,7 +40,9 @@ def main(arguments: Sequence[str]) -> int:
         more = [f"{counted(len(faults) - _SHOWN, 'fault')} more"] if len(faults) > _SHOWN else []
         print("\n".join(f"tiebreak judge: {line}" for line in (*faults[:_SHOWN], *more)), file=sys.stderr)
         return USAGE
-    options = check.parsed(words_of(folder, own.name or own.folder.resolve().name, rest), "tiebreak judge")
+    asked = {word: value for word, value in folder.manifest.options.items() if f"--{word}" not in rest}
+    declared = declared_of(folder, own.name or own.folder.resolve().name)
+    options = check.parsed([*export.run_words(folder.path, asked, declared), *rest], "tiebreak judge")
     options.command = shlex.join(["tiebreak", "judge", *arguments])
     follower = _Judging(folder, [str(own.folder), *(["--name", own.name] if own.name else [])])
     code = check.checked(options, follower)
@@ -102,12 +104,6 @@ class _Judging(check.Follower):
             words = [x for name, x in {**self._asked, "heads": most}.items() for x in (f"--{name}", x) if x]
             cells = first_few([f"{case} {count}" for case, count in heads.items()], _NAMED)
             yield f"heads that would tell, about: {cells}: {shlex.join(['tiebreak', 'export', 'NEW', *words])}"
-
-
-def words_of(folder: CallFolder, name: str, more: Sequence[str] = ()) -> list[str]:
-    """Return the words of `tiebreak check` that judge a folder; of its cases those alone that further words name."""
-    options = {key: value for key, value in folder.manifest.options.items() if f"--{key}" not in more}
-    return [*export.run_words(folder.path, options, declared_of(folder, name)), *more]
 
 
 def declared_of(folder: CallFolder, name: str) -> dict[str, str]:
