@@ -59,6 +59,12 @@ def no_scale(q, k, v, *, causal=False, scale=None):
     return plain(q, k, v, causal=causal, scale=1.0)
 
 
+def not_causal(q, k, v, *, causal=False, scale=None):
+    if causal:
+        raise ValueError("causal")
+    return plain(q, k, v, scale=scale)
+
+
 def noisy(q, k, v, *, causal=False, scale=None):
     o, lse = plain(q, k, v, causal=causal, scale=scale)
     return o * (1 + 0.01 * torch.randn(())), lse
@@ -330,6 +336,11 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "device.json is no JSON": lambda folder: runner.replace(folder / "device.json", b"H200"),
 }
 
+UNREADABLE = {
+    *("empty", "four bytes", "half", "one byte short", "one byte more", "header alone", "a huge header", "text"),
+    *("metadata is null", "inputs cut short"),
+}
+
 
 def code_of(folder: Path, out: Path, *words: str) -> int:
     """Return the exit code of the command, an error of usage being 2."""
@@ -350,6 +361,7 @@ def test_no_damage_passes(good: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         assert said.out.startswith("FAIL")
     else:
         assert str(tmp_path / "calls") in said.out + said.err
+    assert ("cut off or no safetensors file" in said.out + said.err) == (name in UNREADABLE)
 
 
 @pytest.mark.parametrize("what", ["NaN", "zeros", "raised"])
@@ -381,6 +393,38 @@ def test_a_call_that_hangs_or_ends_the_process_is_told_and_the_others_are_answer
     assert "more than 2 s" in second["raised"]
     assert ["raised" in said for said in others] == [False, False]
     assert json.loads((path / "device.json").read_text())["torch"] == torch.__version__
+
+
+def test_a_kernel_that_cannot_be_loaded_answers_nothing_and_calls_that_raised_are_run_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    calls = shutil.copytree(folder, tmp_path / "calls")
+    exported = sorted(calls.iterdir())
+    (tmp_path / "kernels.py").write_text(KERNEL)
+    (tmp_path / "dies.py").write_text("__import__('os')._exit(7)")
+
+    monkeypatch.chdir(tmp_path)
+
+    def said_by(kernel: str) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "argv", ["run.py", "calls", "--kernel", kernel])
+        runner.main()
+        return capfd.readouterr()
+
+    for kernel, why in {"none.py": "No such file", "kernels.py": "'attention'", "dies.py": "ended (7)"}.items():
+        with pytest.raises(SystemExit, match=r"^2$"):
+            said_by(kernel)
+        out, err = capfd.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        assert kernel in err
+        assert why in err
+        assert sorted(calls.iterdir()) == exported
+    causal = sum(call.values["causal"] for call in manifest(folder).calls)
+    every = len(manifest(folder).calls)
+    assert (
+        f"calls: {every - causal} calls answered, 0 refused, {causal} raised, " in said_by("kernels.py:not_causal")[0]
+    )
+    _bytes(OUT, lambda content: content[:9])(calls)
+    assert f"calls: {every} calls answered, 0 refused, 0 raised\n" in said_by("kernels.py:plain")[0]
 
 
 def test_raw_files_have_the_verdict_of_the_others(
