@@ -32,13 +32,15 @@ BACKENDS = _Backends("tiebreak.backends", Backend, {backend.name: backend for ba
 def resolved(names: str) -> str:
     """Return a comma list of backends with the name instead of each path/to/file.py:NAME, which is then registered.
 
-    LoadError: a file can't be imported, has no backend of that name, or one that is called as another is.
+    LoadError: NAME is missing, or a file can't be imported, has no backend of that name, or one called as another is.
     """
-    return ",".join(_brought(name) if ".py:" in name else name for name in map(str.strip, names.split(",")))
+    return ",".join(_brought(name) if ".py" in name else name for name in map(str.strip, names.split(",")))
 
 
 def _brought(target: str) -> str:
     place, _, name = target.rpartition(":")
+    if not place:
+        raise LoadError(f"{target}: expected FILE.py:NAME, NAME being an object of tiebreak.backends.backend.Backend")
     backend = getattr(imported(place), name, None)
     if not isinstance(backend, Backend):
         raise LoadError(f"{place} has no backend {name!r}: name an object of tiebreak.backends.backend.Backend")

@@ -1,7 +1,8 @@
 """Run attention on the calls of a folder of `tiebreak export`: python run.py FOLDER.
 
 It needs Python 3.10 or newer and torch, and nothing of tiebreak. Fill in `attention`. What is answered already is left
-alone, so a run that was stopped goes on. `tiebreak judge FOLDER` then says what the kernel is worth.
+alone, so a run that was stopped goes on; what raised is run again. `tiebreak judge FOLDER` then says what the kernel is
+worth.
 """
 
 import argparse
@@ -10,11 +11,13 @@ import importlib
 import json
 import math
 import mmap
+import operator
 import os
 import platform
 import struct
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,7 @@ FORMATS = {
     "uint8": ("U8", torch.uint8),
     "bool": ("BOOL", torch.bool),
 }
+_USAGE = 2  # exit code: there is no kernel to run
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, **values: Any) -> Any:
@@ -59,14 +63,14 @@ declare: dict[str, Any] = {}
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors of a safetensors file, and its metadata; ValueError: it is none, or is cut short.
+    """Return the tensors of a safetensors file, and its metadata; ValueError: it is none, or is cut off.
 
     A tensor is read as it is used; what is written into it does not reach the file.
     """
-    with open(path, "rb") as file:
-        content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
-    size = struct.unpack("<Q", content[:8])[0] if len(content) >= 8 else len(content)
     try:
+        with open(path, "rb") as file:
+            content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+        size = struct.unpack("<Q", content[:8])[0] if len(content) >= 8 else len(content)
         header = json.loads(bytes(content[8 : 8 + size]))
         tensors, dtypes, data = {}, dict(FORMATS.values()), content[8 + size :]
         metadata = {name: text for name, text in header.pop("__metadata__", {}).items() if isinstance(text, str)}
@@ -75,8 +79,10 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         for name, entry in header.items():
             begin, end = entry["data_offsets"]
             tensors[name] = from_bytes(data[begin:end], dtypes[entry["dtype"]], entry["shape"])
-    except (AttributeError, IndexError, KeyError, TypeError, RecursionError, RuntimeError, UnicodeError) as error:
-        raise ValueError(f"no safetensors file of these formats ({type(error).__name__}: {error})") from error
+    except (AttributeError, LookupError, TypeError, RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"cut off or no safetensors file of these formats ({type(error).__name__}: {error})"
+        ) from error
     return tensors, metadata
 
 
@@ -184,12 +190,16 @@ def work(folder: Path, calls: list[dict[str, Any]], timeout: float) -> None:
         write(folder / f"{call['id']}.out.safetensors", outputs, metadata)
 
 
-def take(file: Path) -> None:
-    """Take `attention`, and `backward` and `declare` if it has them, from a file."""
-    sys.path.insert(0, str(file.resolve().parent))
-    module = importlib.import_module(file.stem)
+def take(target: str) -> None:
+    """Take a function from FILE.py:NAME as `attention`, with the file's own `backward` and `declare` if it has them."""
+    file, _, name = (target, "", "attention") if target.endswith(".py") else target.rpartition(":")
+    path = Path(file).resolve(strict=True)
+    sys.path.insert(0, str(path.parent))
+    module = importlib.import_module(path.stem)
+    if not callable(function := operator.attrgetter(name)(module)):
+        raise TypeError(f"{name} is no function")
     more = {name: getattr(module, name, globals()[name]) for name in ("backward", "declare")}
-    globals().update(attention=module.attention, **more)
+    globals().update(attention=function, **more)
 
 
 def describe() -> dict[str, Any]:
@@ -200,30 +210,63 @@ def describe() -> dict[str, Any]:
     return {"device": name, "system": platform.platform(), "python": platform.python_version(), **versions, **told}
 
 
+def said_of(output: Path) -> str:
+    """Return what a call's output says, answered, refused or raised; nothing: there is none that can be read."""
+    try:
+        metadata = read(output)[1]
+    except (OSError, ValueError):
+        return ""
+    return next((word for word in ("refused", "raised") if word in metadata), "answered")
+
+
+def child(options: argparse.Namespace, calls: list[dict[str, Any]]) -> None:
+    """Load the kernel, which may take the device; then describe that, or run the calls."""
+    try:
+        if options.kernel is not None:
+            take(options.kernel)
+    except (Exception, SystemExit) as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        print(f"--kernel {options.kernel}: {why}; expected FILE.py with attention, or FILE.py:NAME", file=sys.stderr)
+        sys.exit(_USAGE)
+    if options.child == "load":
+        replace(options.folder / "device.json", json.dumps(describe(), indent=2).encode())
+    else:
+        work(options.folder, calls, options.timeout)
+
+
 def main() -> None:
     """Run the calls in another process, and start it again after a call that does not end, or ends it."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that a call may take (default: 120)")
-    parser.add_argument("--kernel", type=Path, metavar="FILE.py", help="with the attention to run instead of this one")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    kernel = "a function to run instead of this file's (default NAME: attention)"
+    parser.add_argument("--kernel", metavar="FILE.py[:NAME]", help=kernel)
+    parser.add_argument("--child", choices=("load", "work"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     every = json.loads((options.folder / "calls.json").read_text())["calls"]
     outputs = {call["id"]: options.folder / f"{call['id']}.out.safetensors" for call in every}
-    if options.worker:
-        if options.kernel is not None:
-            take(options.kernel)
-        replace(options.folder / "device.json", json.dumps(describe(), indent=2).encode())
-        work(options.folder, [call for call in every if not outputs[call["id"]].exists()], options.timeout)
+    if options.child:
+        child(options, [call for call in every if not outputs[call["id"]].exists()])
         return
-    while calls := [call for call in every if not outputs[call["id"]].exists()]:
-        command = [sys.executable, __file__, *sys.argv[1:], "--worker"]
-        code = subprocess.run(command, check=False).returncode
-        if left := [call for call in calls if not outputs[call["id"]].exists()]:
+    left = [call for call in every if said_of(outputs[call["id"]]) in ("", "raised")]
+    command = [sys.executable, __file__, *sys.argv[1:], "--child"]
+    if left and (code := subprocess.run([*command, "load"], check=False).returncode):
+        if code != _USAGE:
+            print(f"{options.kernel or __file__}: its process ended ({code}) as it was loaded", file=sys.stderr)
+        sys.exit(_USAGE)
+    for call in left:
+        outputs[call["id"]].unlink(missing_ok=True)
+    while left:
+        code = subprocess.run([*command, "work"], check=False).returncode
+        if left := [call for call in left if not outputs[call["id"]].exists()]:
+            call, *left = left
             why = f"its process ended ({code}), or it took more than {options.timeout:g} s"
-            print(f"{left[0]['id']}: {why}", file=sys.stderr)
-            write(outputs[left[0]["id"]], {}, {"call": left[0]["digest"], "raised": why})
-    print(f"{len(every)} calls answered in {options.folder}: tiebreak judge says what they are worth")
+            print(f"{call['id']}: {why}", file=sys.stderr)
+            write(outputs[call["id"]], {}, {"call": call["digest"], "raised": why})
+    said = Counter(map(said_of, outputs.values()))
+    raised = f"{said['raised']} raised{', which the next run runs again' if said['raised'] else ''}"
+    print(f"{options.folder}: {said['answered']} calls answered, {said['refused']} refused, {raised}")
+    print(f"tiebreak judge {options.folder} says what they are worth")
 
 
 if __name__ == "__main__":

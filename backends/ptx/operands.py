@@ -1,11 +1,14 @@
 """The operands of instructions: how threads read and write what they name, and rows of tables that say which.
 
-A row has the name of instructions, what their operands are, in words, and a function. Its words are a type, as which an
-operand is read by every thread, of several registers in braces as one number, with * as a list of them; `bits`, the
-type unsigned that each register has; `w`, registers that the function's result is written to; `to`, those that it is
-given a function to write to; `n`, a number in the text; `=1|2`, a text that is expected; `-`, what is ignored; `at`,
-an address in brackets, int64, as which such a one is read whatever its word. What has a ? may be left out, and after
-`...` anything goes.
+A row has the name of instructions, a word for each of their operands, and a function. The words are
+    a type      every thread's number, of registers in braces the one that they are together; with * a list of them
+    at          an address in brackets, int64, as which such a one is read whatever its word is
+    n           a number in the text
+    w           registers that the function's result is written to
+    to          registers that the function is given a function to write to
+    =1|2        one of these texts is expected
+    -           an operand that is ignored; ... ignores all that follow
+and an operand whose word has a ? may be left out.
 """
 
 import re
@@ -23,10 +26,8 @@ from tiebreak.kernels.kernel import CannotRunError
 #: What the threads of a mask, bool (blocks, threads), do; and which of them can't go on yet, having done nothing.
 Run = Callable[[Threads, Array], Array | None]
 Read = Callable[[Threads], Any]
-_SPECIAL = re.compile(
-    r"%(?:tid\.x|(?:n?cta|cluster)id\.[xyz]|laneid|cluster_ctarank)"
-)  # a block is alone in its cluster
-
+# A block is alone in its cluster.
+_SPECIAL = re.compile(r"%(?:tid\.x|(?:n?cta|cluster)id\.[xyz]|laneid|cluster_ctarank)")
 _OF_WARPS = re.compile(r"(?!wgmma|bar\.sync|barrier).*\.sync\b")  # whose threads have to come together
 
 
