@@ -7,7 +7,9 @@ import shutil
 import sys
 from functools import cache
 from pathlib import Path
+from time import monotonic
 from typing import TextIO
+from weakref import WeakKeyDictionary
 
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records.store import one_line, write_text
@@ -17,6 +19,8 @@ STDOUT = "-"  # instead of a file
 _COLOURS = {"!": "31", "?": "33"}  # marks of cells that failed and that are not known yet: red, yellow
 _MARKED = re.compile(r"([!?])(?! )[^!?\n]*?\1|^(?:failed|crashed|timed_out) .*$", re.MULTILINE)
 _PYTEST = "pytest"
+_EVERY = 60.0  # seconds at least between two lines of progress where there is no terminal
+_told_at = WeakKeyDictionary[TextIO, float]()  # when the last was written, or the first could have been
 
 
 def width() -> int:
@@ -41,11 +45,17 @@ def show(text: str) -> None:
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Write progress on a terminal, over the last line; standard error by default."""
-    stream = stream or sys.stderr
+    """Write progress, to standard error by default: over a terminal's last line, else a line a minute at most.
+
+    Services end a job that is silent for ten minutes. What is done within the first minute stays silent.
+    """
+    stream, moment = stream or sys.stderr, monotonic()
     if stream.isatty():
         stream.write(f"\r{text:80.80}\r")
-        stream.flush()
+    elif text and moment >= _told_at.setdefault(stream, moment) + _EVERY:
+        _told_at[stream] = moment
+        print(text, file=stream)
+    stream.flush()
 
 
 def check_folders(**files: str | None) -> None:
