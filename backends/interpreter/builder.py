@@ -10,7 +10,7 @@ no other.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial, partialmethod
+from functools import partial, partialmethod
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from triton.runtime import interpreter as upstream
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from tiebreak.backends.interpreter.assumptions import Assumptions
-from tiebreak.backends.interpreter.memory import ANYWHERE, Boxes, KernelMemory, Shape, spread
+from tiebreak.backends.interpreter.memory import Boxes, KernelMemory, Shape, spread
 from tiebreak.backends.interpreter.numbers import Array, alike, bits, converted, fused, is_rounded, numpy_type
 from tiebreak.backends.interpreter.products import product, scaled_operand
 from tiebreak.backends.interpreter.programs import ApartError, Together
@@ -38,21 +38,17 @@ class _Pointers(TensorHandle):
 
     def __init__(self, terms: Iterable[Array], shape: Shape, like: Any) -> None:
         """Add up terms, int64, that broadcast to a tile of this shape, for each program."""
-        self._terms: dict[Shape, Array] = {}
+        totals: dict[Shape, Array] = {}
         for term in terms:
-            total = self._terms.get(term.shape)
-            self._terms[term.shape] = term if total is None else total + term
-        self.dtype, self.attr = like.dtype, dict(like.attr)
+            total = totals.get(term.shape)
+            totals[term.shape] = term if total is None else total + term
+        self.terms = tuple(totals.values())  # no two of one shape
+        self.dtype, self.attr = like.dtype, dict[str, Any]()
         self.shape = (max(map(len, self.terms)), *shape)
 
     @property
-    def terms(self) -> tuple[Array, ...]:
-        """The terms of the sum, no two of one shape."""
-        return tuple(self._terms.values())
-
-    @cached_property
     def data(self) -> Array:
-        """The addresses, uint64."""
+        """The addresses, uint64; they are large, and not kept."""
         return np.broadcast_to(sum(self.terms, np.int64(0)), self.shape).view(np.uint64)
 
 
@@ -107,11 +103,6 @@ class FaithfulBuilder(InterpreterBuilder):
         x, y, decisions = term.attr.get("product", (None, None, -1))
         return (x, y) if decisions == self._decisions else None
 
-    def _tile(self, shape: Shape) -> None:
-        """Split the group if a tile would be too large."""
-        if self.together is not None:
-            self.together.tile(shape)
-
     def in_pairs(self, rows: int, columns: int, size: int) -> tuple[tuple[int, ...], int, int]:
         """Return the assumed order of a row of a product's sums, of a size, in tiles after a program's first product.
 
@@ -161,21 +152,18 @@ class FaithfulBuilder(InterpreterBuilder):
         data = np.ascontiguousarray(src.data) if src.data.ndim else src.data
         return TensorHandle(data.view(numpy_type(dst_type)), dst_type.scalar)
 
-    create_ptr_to_int = create_bitcast
+    def create_ptr_to_int(self, src: Handle, dst_type: tl.dtype) -> Handle:
+        return self.create_bitcast(TensorHandle(self.memory.true(src.data), src.dtype), dst_type)
 
-    def create_int_to_ptr(self, src: Handle, dst_type: tl.dtype) -> Handle:
-        """Make a pointer of a number from memory or a computation; which argument it may point to is unknown."""
-        pointer = self.create_bitcast(src, dst_type)
-        pointer.attr["argument"] = ANYWHERE
-        return pointer
+    create_int_to_ptr = create_bitcast
 
     # Memory.
 
     def create_load(self, ptr: Handle, *rest: Any) -> Handle:
-        return self.create_masked_load(ptr, _all_of(ptr), None, *rest)
+        return self.create_masked_load(ptr, None, None, *rest)
 
     def create_store(self, ptr: Handle, val: Handle, *rest: Any) -> None:
-        self.create_masked_store(ptr, val, _all_of(ptr), *rest)
+        self.create_masked_store(ptr, val, None, *rest)
 
     def create_masked_load(
         self, ptrs: Handle, mask: Handle, other: Handle, *rest: Any, is_volatile: bool = False, **_: object
@@ -195,9 +183,11 @@ class FaithfulBuilder(InterpreterBuilder):
             return TensorHandle(spread(fill, (len(fill), *shape[1:])).view(dtype), element)
         boxes, whole, index = access
         shape = len(whole), *shape[1:]
-        self._tile(shape)
-        lasting = self.together is not None and self.together.only_reads(boxes)
-        picked = (boxes.seen if lasting else boxes.read)(boxes.holder.elements(dtype.itemsize))
+        if self.together is not None:
+            self.together.tile(shape)
+        picked = boxes.read(boxes.holder.elements(dtype.itemsize))
+        if self.together is None or boxes.holder.memory in self.together.followed:
+            picked = picked.copy()  # else nothing is written there while programs run
         if picked.size == math.prod(shape):
             return TensorHandle(picked.reshape(shape).view(dtype), element)
         tile = np.array(np.broadcast_to(fill, shape))
@@ -208,8 +198,11 @@ class FaithfulBuilder(InterpreterBuilder):
         data = bits(value.data)
         if (access := self._access(ptrs, mask, data.itemsize, len(data), writes=True)) is not None:
             boxes, whole, index = access
-            data = spread(data, (len(whole), *_shape(ptrs)[1:]))
-            boxes.write(boxes.holder.elements(data.itemsize), data[index])
+            data = spread(data, (len(whole), *_shape(ptrs)[1:]))[index]
+            if self.together is None or boxes.holder.memory in self.together.followed:
+                boxes.write(boxes.holder.elements(boxes.size), data)
+            else:
+                self.together.stores.append((boxes, data))
 
     def _access(
         self, ptrs: Handle, mask: Any, size: int, programs: int, *, writes: bool = False, atomic: bool = False
@@ -218,25 +211,40 @@ class FaithfulBuilder(InterpreterBuilder):
 
         Boxes are tiles, or their rows, or elements. The access by these programs is recorded.
         """
-        shown = _compact(mask if isinstance(mask, np.ndarray) else mask.data)  # bare before Triton 3.9, of a descriptor
+        asked = size, programs, writes, atomic
+        mask_before, asked_before, access = ptrs.attr.get("access", (None, None, None))
+        if mask_before is not mask or asked_before != asked:  # else a tape has kept the pointers and the mask
+            access = self._boxes(ptrs, mask, *asked)
+            ptrs.attr["access"] = mask, asked, access
+        if access is None:
+            return None
+        boxes, whole, index = access
+        same = (each for each in self.memory.arguments if each.start == boxes.holder.start)
+        boxes = replace(boxes, holder=next(same, boxes.holder))  # whose memory may be elsewhere now
+        if self.together is not None:
+            first, last = self._group[:1], self._group[-1:]
+            if len(whole) == len(self._group):
+                each = self._group.reshape(-1, *(1,) * (whole.ndim - 1))
+                first = last = spread(each, whole.shape)[whole]
+            self.together.touch(boxes, (first, last), writes=writes, atomic=atomic)
+        return boxes, whole, index
+
+    def _boxes(self, ptrs: Handle, mask: Any, size: int, programs: int, writes: bool, atomic: bool) -> Any:
+        """Return what `_access` does, which follows from the addresses and the mask."""
+        shape = _shape(ptrs)
+        shown = np.ones((1,) * len(shape), bool)
+        if mask is not None:
+            shown = _compact(mask if isinstance(mask, np.ndarray) else mask.data)  # before Triton 3.9, of a descriptor
         if not shown.any():
             return None
-        shape, name = _shape(ptrs), ptrs.attr.get("argument")
         terms = [*ptrs.terms] if isinstance(ptrs, _Pointers) else [_compact(ptrs.data).view(np.int64)]
         terms.append(np.zeros((programs, *(1,) * (len(shape) - 1)), np.int64))
         rows = max(1, len(shape) - 1)
         for axis in (len(shape),) if atomic else dict.fromkeys((1, rows, len(shape))):
-            access = self.memory.boxes(terms, shown, shape, axis, size, name)
+            access = self.memory.boxes(terms, shown, shape, axis, size)
             if access is not None and not (writes and access[0].overlap):
-                boxes, whole, _ = access
-                if self.together is not None:
-                    first, last = self._group[:1], self._group[-1:]
-                    if len(whole) == len(self._group):
-                        each = self._group.reshape(-1, *(1,) * (whole.ndim - 1))
-                        first = last = spread(each, whole.shape)[whole]
-                    self.together.touch(boxes, (first, last), writes=writes, atomic=atomic)
                 return access
-        self.memory.check(ptrs.data, shown, size, name, "writes" if writes else "reads")
+        self.memory.check(ptrs.data, shown, size, "writes" if writes else "reads")
         raise CannotRunError(f"{self.memory.kernel} touches {size} bytes that are not at a multiple of {size}")
 
     def create_addptr(self, ptr: Handle, offset: Handle) -> Handle:
@@ -250,7 +258,7 @@ class FaithfulBuilder(InterpreterBuilder):
     ) -> Handle:
         """Update one element after the other, each rounded: upstream has no bf16. Every program does it."""
         programs = np.zeros((len(self._group), *(1,) * (val.data.ndim - 1)), bool)
-        addresses, terms, shown, _ = np.broadcast_arrays(ptr.data, val.data, mask.data, programs)
+        addresses, terms, shown, _ = np.broadcast_arrays(self.memory.true(ptr.data), val.data, mask.data, programs)
         dtype = terms.dtype
         self._access(ptr, mask, dtype.itemsize, len(self._group), writes=True, atomic=True)
         if dtype.isbuiltin == 1:
@@ -326,19 +334,13 @@ class FaithfulBuilder(InterpreterBuilder):
         return TensorHandle(np.take_along_axis(data, places, axis + 1), src.dtype.scalar)
 
     def create_histogram(self, data: Handle, bins: int, mask: Handle) -> Handle:
-        shown = np.ones((1, 1), bool) if mask is None else mask.data
-        each = (
-            super(FaithfulBuilder, self).create_histogram(
-                TensorHandle(of.copy(), tl.int32), bins, TensorHandle(which.copy(), tl.int1)
-            )
-            for of, which in zip(*np.broadcast_arrays(data.data, shown), strict=True)
-        )
-        return TensorHandle(np.stack([histogram.data for histogram in each]), tl.int32)
+        found = (data.data[:, None] == np.arange(bins)[:, None]) & (True if mask is None else mask.data[:, None])
+        return TensorHandle(found.sum(-1, dtype=np.int32), tl.int32)
 
-    def create_atomic_cas(self, *args: Any) -> Handle:
+    def create_atomic_cas(self, ptr: Handle, *args: Any) -> Handle:
         """Compare and swap in the programs' order: a program may wait for another one."""
         self.apart()
-        return super().create_atomic_cas(*args)
+        return super().create_atomic_cas(TensorHandle(self.memory.true(ptr.data), ptr.dtype), *args)
 
     def create_atomic_poll(self, *args: Any) -> Handle:
         """Poll in the programs' order, as `create_atomic_cas`."""
@@ -399,7 +401,8 @@ class FaithfulBuilder(InterpreterBuilder):
         how = input_precision, max_num_imprecise_acc
         self._multiplied = True
         left, right, addend = alike(a.data, b.data, d.data) if len(d.data) > 1 else (a.data, b.data, d.data)
-        self._tile((max(len(left), len(right)), *addend.shape[1:]))
+        if self.together is not None:
+            self.together.tile((max(len(left), len(right)), *addend.shape[1:]))
         result = TensorHandle(product(left, right, addend, self.assumed, *how), d.dtype.scalar)
         if not self.assumed.exact and self.agreed(TensorHandle(~d.data.any(tuple(range(1, d.data.ndim))), tl.int1)):
             result.attr["dot"] = (a.data, b.data, *how)  # Triton adds a sum that it goes into on the tensor cores
@@ -460,14 +463,12 @@ def _fused(factors: tuple[Array, Array], z: Array, like: Handle) -> Handle:
 
 
 def _shaped(arg: Handle, shape: Sequence[int], change: Callable[[Array], Array]) -> Handle:
-    """Return `arg` in another shape, still with its argument if it is a pointer and its factors if it is a product."""
+    """Return `arg` in another shape, still with its factors if it is a product."""
     if isinstance(arg, _Pointers):
         return _Pointers(map(change, arg.terms), tuple(shape), arg)
     data = change(arg.data)
     data = spread(data, (len(data), *shape))
     shaped = TensorHandle(data, arg.dtype.scalar)
-    if "argument" in arg.attr:
-        shaped.attr["argument"] = arg.attr["argument"]
     if "product" in arg.attr and data.size == arg.data.size:
         *factors, decisions = arg.attr["product"]
         shaped.attr["product"] = (*(x.reshape(data.shape) for x in np.broadcast_arrays(*factors)), decisions)
@@ -475,13 +476,7 @@ def _shaped(arg: Handle, shape: Sequence[int], change: Callable[[Array], Array])
 
 
 def _shape(arg: Handle) -> Shape:
-    shape: Shape = arg.shape if isinstance(arg, _Pointers) else arg.data.shape
-    return shape
-
-
-def _all_of(ptrs: Handle) -> Handle:
-    """Return a mask that hides nothing."""
-    return TensorHandle(np.broadcast_to(np.True_, _shape(ptrs)), tl.int1)
+    return tuple((arg if isinstance(arg, _Pointers) else arg.data).shape)
 
 
 def plain(value: Handle) -> Array:

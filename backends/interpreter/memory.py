@@ -3,7 +3,7 @@
 import ctypes
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from tiebreak.kernels.kernel import OutOfBoundsError
 
 Array = NDArray[Any]
 Shape = tuple[int, ...]
-ANYWHERE = "*"  # of a pointer that was itself read from memory: its target is unknown
+_REGION = 48  # bits of an address within a storage's region, where all memory of a process is in the first one
 
 
 def spread(x: Array, shape: Shape) -> Array:
@@ -30,10 +30,16 @@ class Argument:
     start: int  # address of its storage
     end: int
     first: int  # address of its first element
+    shift: int = 0  # bytes by which a kernel sees all that behind its memory
+
+    @property
+    def memory(self) -> int:
+        """The true address of its storage."""
+        return self.start - self.shift
 
     def elements(self, size: int) -> Array:
         """Return the storage as unsigned integers of `size` bytes."""
-        memory: Any = (ctypes.c_char * (self.end - self.start)).from_address(self.start)
+        memory: Any = (ctypes.c_char * (self.end - self.start)).from_address(self.memory)
         return np.ndarray(((self.end - self.start) // size,), f"u{size}", memory)
 
 
@@ -48,31 +54,22 @@ class Boxes:
     strides: Shape = ()  # in elements
 
     def read(self, elements: Array) -> Array:
-        """Return the contents of the boxes, (boxes, *shape), from the storage's elements."""
-        boxes: Array = self._window(elements)[self.starts - self.starts.min()]
-        return boxes
-
-    def seen(self, elements: Array) -> Array:
-        """Return the same without a copy, to be read only, where the boxes are equally far apart."""
+        """Return the contents of the boxes, (boxes, *shape); a view of the elements if they are equally far apart."""
         steps = self.starts[1:] - self.starts[:-1]
-        if self.starts.ndim != 1 or (steps != steps[:1]).any():
-            return self.read(elements)
-        strides = (int(steps[0]) if len(steps) else 0, *self.strides)
-        size, first = elements.itemsize, int(self.starts[0])
-        strides = tuple(stride * size for stride in strides)
-        boxes = np.ndarray((len(self.starts), *self.shape), elements.dtype, elements, first * size, strides)
-        boxes.flags.writeable = False
-        return boxes
+        if (steps == steps[:1]).all() and (steps[:1] >= 0).all():
+            return self._window(elements, int(steps[0]) if len(steps) else 1)
+        return np.asarray(self._window(elements, 1)[self.starts - self.starts.min()])
 
     def write(self, elements: Array, values: Array) -> None:
         """Fill the boxes, one after the other."""
-        self._window(elements)[self.starts - self.starts.min()] = values
+        self._window(elements, 1)[self.starts - self.starts.min()] = values
 
-    def _window(self, elements: Array) -> Array:
-        """Return a view with a box at each element between the first box and the last."""
+    def _window(self, elements: Array, step: int) -> Array:
+        """Return a view with a box at every `step` elements from the first box to the last; at none, the same again."""
         low, high = int(self.starts.min()), int(self.starts.max())
-        strides = tuple(stride * elements.itemsize for stride in (1, *self.strides))
-        return np.ndarray((high - low + 1, *self.shape), elements.dtype, elements, low * elements.itemsize, strides)
+        strides = tuple(stride * elements.itemsize for stride in (step, *self.strides))
+        count = (high - low) // step + 1 if step else len(self.starts)
+        return np.ndarray((count, *self.shape), elements.dtype, elements, low * elements.itemsize, strides)
 
     @property
     def overlap(self) -> bool:
@@ -100,7 +97,7 @@ class Boxes:
 
 
 #: Where pointers may point to that a kernel has read from memory.
-_EVERYWHERE = Argument(ANYWHERE, 2**12, 2**62, 2**12)
+EVERYWHERE = Argument("*", 2**12, 2**_REGION, 2**12)
 
 
 @dataclass(frozen=True)
@@ -110,15 +107,26 @@ class KernelMemory:
     kernel: str
     arguments: tuple[Argument, ...]
 
-    def holder(self, low: int, high: int, name: str | None) -> Argument | None:
-        """Return the argument that holds all bytes from `low` to `high`: the one of this name, or any if None."""
-        allowed = [argument for argument in self.arguments if name in (None, argument.name)]
-        if name == ANYWHERE or not allowed:
-            return _EVERYWHERE
-        return next((each for each in allowed if each.start <= low and high <= each.end), None)
+    def holder(self, low: int, high: int) -> Argument | None:
+        """Return the argument that holds all bytes from `low` to `high`; EVERYWHERE where no argument is near."""
+        near = self._near(low)
+        if not near and not low >> _REGION:
+            return EVERYWHERE
+        return next((each for each in near if each.start <= low and high <= each.end), None)
+
+    def _near(self, address: int) -> list[Argument]:
+        """Return the arguments in the region of an address: those of one storage where a kernel sees them apart."""
+        return [each for each in self.arguments if each.start >> _REGION == address >> _REGION]
+
+    def true(self, addresses: Array) -> Array:
+        """Return the addresses of the memory that a kernel sees at some, uint64."""
+        for each in self.arguments:
+            inside = addresses >> np.uint64(_REGION) == each.start >> _REGION
+            addresses = np.where(inside, addresses - np.uint64(each.shift), addresses)
+        return addresses
 
     def boxes(
-        self, terms: Iterable[Array], shown: Array, shape: Shape, axis: int, size: int, name: str | None
+        self, terms: Iterable[Array], shown: Array, shape: Shape, axis: int, size: int
     ) -> tuple["Boxes", Array, tuple[Any, ...]] | None:
         """Return the visible part of a tile as boxes of its axes from `axis` on; which of them are visible; its index.
 
@@ -130,7 +138,6 @@ class KernelMemory:
             shape: of the tile, programs first.
             axis: the first of the boxes' axes.
             size: of one element, in bytes.
-            name: the argument; None: any.
         """
         part = tuple(_stretch(shown, shape, at) for at in range(axis, len(shape)))
         box = tuple(range(axis, len(shape)))
@@ -150,37 +157,37 @@ class KernelMemory:
         starts = firsts[whole] + sum(stride * p.start for stride, p in zip(strides, part, strict=True))
         lengths = tuple(p.stop - p.start for p in part)
         reach = sum(stride * (length - 1) for stride, length in zip(strides, lengths, strict=True))
-        holder = self.holder(int(starts.min()), int(starts.max()) + reach + size, name)
+        holder = self.holder(int(starts.min()), int(starts.max()) + reach + size)
         if holder is None or any(stride % size for stride in strides) or min(strides, default=0) < 0:
             return None
         starts -= holder.start
         if (starts % size).any():
             return None
         boxes = Boxes(holder, size, starts // size, lengths, tuple(stride // size for stride in strides))
-        return boxes, whole, (*np.nonzero(whole), *part)
+        leading = (slice(None),) if axis == 1 and whole.all() else np.nonzero(whole)
+        return boxes, whole, (*leading, *part)
 
-    def check(self, addresses: Array, mask: Array, size: int, name: str | None, verb: str) -> None:
-        """Refuse an access outside the storage of the argument that a pointer comes from.
+    def check(self, addresses: Array, mask: Array, size: int, verb: str) -> None:
+        """Refuse an access outside of the arguments.
 
         Args:
             addresses: of elements, uint64.
             mask: which of them are accessed.
             size: of one element, in bytes.
-            name: the argument; None where a pointer's origin is lost, and it must lie in one of them.
             verb: what is done there.
         """
-        if name == ANYWHERE or not mask.any():
+        if not mask.any():
             return
         addresses, mask = np.broadcast_arrays(addresses, mask)
         touched = addresses[mask]
         low, high = int(touched.min()), int(touched.max()) + size
-        allowed = [argument for argument in self.arguments if name in (None, argument.name)]
-        if not allowed or self.holder(low, high, name):
+        if self.holder(low, high):
             return
-        if len(allowed) > 1:
-            where = f"all of its arguments: {', '.join(argument.name for argument in allowed)}"
+        near = self._near(low) or self.arguments
+        if len(near) > 1:
+            where = f"all of its arguments: {', '.join(argument.name for argument in near)}"
         else:
-            (arg,) = allowed
+            (arg,) = near
             wrong = low if low < arg.start else high - size
             where = f"its argument {arg.name}: element {(wrong - arg.first) // size} of {(arg.end - arg.first) // size}"
         raise OutOfBoundsError(f"{self.kernel} {verb} outside of {where}")
@@ -221,3 +228,12 @@ def arguments_of(bound: Mapping[str, Any]) -> Iterator[Argument]:
             storage = tensor.untyped_storage()
             start = storage.data_ptr()
             yield Argument(name, start, start + storage.nbytes(), tensor.data_ptr())
+
+
+def seen_apart(arguments: Iterable[Argument]) -> Iterator[Argument]:
+    """Yield arguments as a kernel sees them: their storages far apart, at the same addresses in each launch."""
+    regions: dict[int, int] = {}
+    for each in arguments:
+        region = regions.setdefault(each.start, 1 + len(regions))
+        shift = (region << _REGION) + (1 << _REGION - 1) + each.start % 64 - each.start  # aligned as it is
+        yield replace(each, start=each.start + shift, end=each.end + shift, first=each.first + shift, shift=shift)

@@ -23,7 +23,6 @@ _NARROW = {
 }
 # PTX converts to 8 bits with .satfinite alone, and Triton asks the same of AMD's: beyond the largest number lies none.
 _LARGEST = {dtype: float(ml_dtypes.finfo(dtype).max) for dtype in _NARROW.values() if dtype.itemsize == 1}  # type: ignore[no-untyped-call]
-_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _NAMES = "float16 float32 float64 int8 uint8 int16 uint16 int32 uint32 int64 uint64"
 _TYPES: dict[tl.dtype, np.dtype[Any]] = {getattr(tl, name): np.dtype(name) for name in _NAMES.split()} | _NARROW
 _TYPES[tl.int1] = np.dtype(bool)
@@ -41,7 +40,7 @@ def numpy_type(dtype: tl.dtype) -> np.dtype[Any]:
 
 def bits(x: Array) -> Array:
     """Return the same memory as unsigned integers."""
-    return x.view(_UNSIGNED[x.dtype.itemsize])
+    return x.view(f"u{x.dtype.itemsize}")
 
 
 def alike(*arrays: Array) -> list[Array]:
@@ -98,6 +97,4 @@ def _stepped_back(result: Array, exact: Array) -> Array:
     """Return the next number toward zero where `result` was rounded away from it: one less in its bits."""
     wide = np.float64 if exact.dtype == np.float64 else np.float32
     away = np.abs(result.astype(wide)) > np.abs(exact.astype(wide))
-    unsigned = _UNSIGNED[result.dtype.itemsize]
-    stepped: Array = (result.view(unsigned) - away.astype(unsigned)).view(result.dtype)
-    return stepped
+    return np.asarray(bits(result) - away).view(result.dtype)

@@ -53,25 +53,30 @@ def product(
         return (a.astype(np.float64) @ b.astype(np.float64)).astype(addend.dtype) + addend
     if a.dtype == np.float64:
         return a @ b + addend
-    programs, some = max(map(len, (a, b, addend))), max(1, _AT_ONCE // max(a[0].size, b[0].size, addend[0].size))
-    if assumed.exact and programs > some:  # a few at a time, so that all that is computed stays in a core's cache
-        sums = np.empty((programs, *addend.shape[1:]), addend.dtype)
-        for at in range(0, programs, some):
-            left, right, part = (x[at : at + some] if len(x) > 1 else x for x in (a, b, addend))
-            sums[at : at + some] = product(left, right, part, assumed, precision)
-        return sums
+    if assumed.exact:
+        return _exact(a, b, addend, precision)
     total = addend.astype(np.float32, copy=False)
     for left, right, formats in _operands(a, b, precision):
-        if assumed.exact:
-            exact_sum = (left.astype(np.float64) @ right.astype(np.float64)).astype(np.float32)
-            total = (exact_sum + total).astype(addend.dtype, copy=False).astype(np.float32, copy=False)
-        elif formats is None:  # fp32, which no tensor core multiplies: one fused multiply-add after the other
+        if formats is None:  # fp32, which no tensor core multiplies: one fused multiply-add after the other
             for at in range(left.shape[-1]):
                 total = fused(left[..., :, at, None], right[..., None, at, :], total)
         else:
             a, b = (x.astype(np.float32, copy=False) for x in (left, right))
             total = _on_the_cores(a, b, total, formats, most_at_once, assumed.name)
     return total.astype(addend.dtype, copy=False)
+
+
+def _exact(a: Array, b: Array, addend: Array, precision: object) -> Array:
+    """Return the exact product, rounded to fp32, plus the addend; a few programs at a time, in a core's cache."""
+    programs, some = max(map(len, (a, b, addend))), max(1, _AT_ONCE // max(a[0].size, b[0].size, addend[0].size))
+    sums = np.empty((programs, *addend.shape[1:]), addend.dtype)
+    for at in range(0, programs, some):
+        part = sums[at : at + some]
+        left, right, total = (x[at : at + some] if len(x) > 1 else x for x in (a, b, addend))
+        for x, y, _ in _operands(left, right, precision):
+            rounded = (x.astype(np.float64) @ y.astype(np.float64)).astype(np.float32)
+            total = np.add(rounded, total.astype(np.float32, copy=False), out=part, casting="unsafe")
+    return sums
 
 
 def _tensor(x: Array) -> torch.Tensor:

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from tiebreak.backends.interpreter.memory import ANYWHERE, Boxes, Shape
+from tiebreak.backends.interpreter.memory import EVERYWHERE, Boxes, Shape
 from tiebreak.backends.interpreter.numbers import Array
 
-_MOST_AT_ONCE = 2**21  # elements of a tile, of all programs that run together
+_MOST_AT_ONCE = 2**20  # elements of a tile, of all programs that run together
 _PARTINGS = 8  # after which the programs of a group run alone: each has begun anew as often
 
 
@@ -39,10 +39,11 @@ class Together:
 
     followed: set[int] = field(default_factory=set)  # storages that are both read and written, by address
     fit: int = 2**62  # programs of which tiles are not too large
-    _read: set[int] = field(default_factory=set)
+    _kinds: dict[int, str] = field(default_factory=dict)  # of access to the others: one kind each
+    stores: list[tuple[Boxes, Array]] = field(default_factory=list)  # of values to the others, made when all have run
     #: By storage, the size of a unit in bytes, and the last program that accessed each unit.
     _last: dict[int, tuple[int, Array]] = field(default_factory=dict)
-    _before: dict[int, bytes] = field(default_factory=dict)  # what storages held that were written to
+    _before: dict[int, bytes] = field(default_factory=dict)  # what storages held that were written to at once
     _once: bool = False  # whether something was done that doing it anew would change
 
     def run(self, program: Callable[[Array, "Together"], None], count: int) -> bool:
@@ -65,6 +66,8 @@ class Together:
             for address, held in self._before.items():
                 ctypes.memmove(address, held, len(held))
             return len(self.followed) > before and Together(self.followed, self.fit).run(program, count)
+        for boxes, values in self.stores:
+            boxes.write(boxes.holder.elements(boxes.size), values)
         return True
 
     def agreed(self, values: Array) -> Any:
@@ -82,10 +85,6 @@ class Together:
             self.fit = max(1, _MOST_AT_ONCE // size)
             raise PartingError(np.split(np.arange(programs), range(self.fit, programs, self.fit)))
 
-    def only_reads(self, boxes: Boxes) -> bool:
-        """Return whether nothing is written to a storage that was read: what does would begin the launch anew."""
-        return boxes.holder.start not in self.followed
-
     def touch(self, boxes: Boxes, programs: tuple[Array, Array], *, writes: bool, atomic: bool = False) -> None:
         """Record an access.
 
@@ -95,24 +94,26 @@ class Together:
             writes: whether it is written to.
             atomic: whether it is read at once with that.
         """
-        address, (first, last) = boxes.holder.start, programs
-        if boxes.holder.name == ANYWHERE:
+        address, size, (first, last) = boxes.holder.memory, boxes.holder.end - boxes.holder.start, programs
+        if boxes.holder is EVERYWHERE:
             raise ApartError("it isn't known what is touched")
-        if not writes and address not in self.followed:
-            self._read.add(address)
-            return
-        if address in self._read:
-            self.followed.add(address)
-            raise ApartError("it was read before: from the start on, it is followed who does")
-        self._once |= atomic or (writes and address in self.followed)
-        if writes and address not in self._before:
-            self._before[address] = ctypes.string_at(address, boxes.holder.end - address)
+        kind = "atomic" if atomic else "writes" if writes else "reads"
+        if address not in self.followed:
+            if self._kinds.setdefault(address, kind) != kind:
+                self.followed.add(address)
+                raise ApartError("it is accessed in two ways: from the start on, it is followed by whom")
+            if not writes:
+                return
+        if atomic or (writes and address in self.followed):
+            self._once = True
+            if address not in self._before:
+                self._before[address] = ctypes.string_at(address, size)
         each, (unit, touched) = boxes.size * boxes.unit, self._last.get(address, (0, np.full(1, -1, np.int32)))
         common = math.gcd(each, unit)  # bytes
         if common % boxes.size:
             raise ApartError("its elements have two sizes")
         if common != unit:
-            length = -(-(boxes.holder.end - address) // common)
+            length = -(-size // common)
             touched = np.repeat(touched, unit // common if unit else length)[:length]
             self._last[address] = common, touched
         boxes = boxes.coarse(common // boxes.size)

@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial, partialmethod
+from functools import partialmethod
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
@@ -21,21 +21,20 @@ from triton.runtime.jit import JITFunction
 from tiebreak.backends.absent import absent, count_launch
 from tiebreak.backends.interpreter.assumptions import Assumptions
 from tiebreak.backends.interpreter.builder import FaithfulBuilder, addresses, plain
-from tiebreak.backends.interpreter.memory import KernelMemory, arguments_of
+from tiebreak.backends.interpreter.memory import KernelMemory, arguments_of, seen_apart
 from tiebreak.backends.interpreter.numbers import Array, numpy_type
 from tiebreak.backends.interpreter.programs import Together
 from tiebreak.backends.interpreter.reductions import reducing, scan
 from tiebreak.backends.interpreter.tape import BuilderRecorder, Tape, leaves
 from tiebreak.kernels.kernel import CannotRunError
+from tiebreak.kernels.triton.loading import SWITCH
 
-_SWITCH = "TRITON_INTERPRET"  # parts of Triton ask for it as they run
 _EXTRA = "triton.language.extra"  # where vendors' libraries are
 # Every implementation of these gives the same bits.
 _EXACT = {"rint": "rint", "nearbyint": "rint", "trunc": "trunc", "floor": "floor", "ceil": "ceil", "abs": "abs"}
 _WAYS = 8  # of a kernel that are written down
 _NAMED = ("interpreter_semantic", "_InterpreterComparison")
 Function = Any  # one that triton.jit made, to be compiled or to be interpreted
-_named_type = functools.lru_cache(512)(tl.str_to_ty)
 
 
 @contextmanager
@@ -53,7 +52,7 @@ def interpreting(assumed: Assumptions) -> Iterator[set[str]]:
                 kind, "__call__", lambda function, *args, **kwargs: session.rewritten(function)(*args, **kwargs)
             )
         stack.enter_context(absent(assumed.target))
-        stack.enter_context(patch.dict(os.environ, {_SWITCH: "1"}))
+        stack.enter_context(patch.dict(os.environ, {SWITCH: "1"}))  # parts of Triton ask for it as they run
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)  # a program's tiles are small
         stack.enter_context(np.errstate(all="ignore"))  # masks bring about -Inf and NaN, as they should
@@ -73,7 +72,6 @@ class _Session:
         # Upstream's semantic object stays: functions that were rewritten before hold on to it.
         semantic = upstream.interpreter_semantic
         self.put(semantic, "builder", self._recorder)
-        self.put(semantic, "broadcast_impl_value", partial(_broadcast, semantic.broadcast_impl_value))
         self.put(upstream, "interpreter_builder", self._recorder)
         self.put(upstream, "_get_np_dtype", numpy_type)
         self.put(upstream.TensorDescHandle, "validate", _validate)
@@ -88,9 +86,7 @@ class _Session:
         # Triton before 3.9 knows none of AMD's own types.
         fnuz = (tl.float8e4b8, tl.float8e5b16)
         self.put(tl.dtype, "to_ir", lambda dtype, builder: dtype if dtype in fnuz else to_ir(dtype, builder))
-        self.put(tl, "str_to_ty", _named_type)
         self.put(tl.block_type, "__init__", _blocks(tl.block_type.__init__))
-        self.put(tl.tensor, "__init__", _tensors(tl.tensor.__init__))
         self.put(tl, "static_assert", _required)
         self.put(tl, "static_print", lambda *args, **kwargs: self._alone() or print(*args, **kwargs))
         decided = self._recorder.noted(self._builder.decided)
@@ -112,7 +108,7 @@ class _Session:
         self._stack.enter_context(patch.object(owner, name, replacement))
 
     def launch(
-        self, function: Function, args: tuple[object, ...], *, grid: Any, warmup: bool = False, **kwargs: object
+        self, function: Function, args: tuple[object, ...], *, grid: Any, warmup: bool = False, **kwargs: Any
     ) -> None:
         """Run every program of a grid, with the result of running them in order; replaces a function's `run`."""
         if warmup:
@@ -129,7 +125,8 @@ class _Session:
         contracts, how = self._assumed.contraction(options.get("enable_fp_fusion"))
         if self._assumed.contracts:
             self.told.add(f"contraction {how}")
-        converted = bound | {name: _argument(name, value) for name, value in arguments.items()}
+        memory = KernelMemory(function.fn.__name__, tuple(seen_apart(arguments_of(arguments))))
+        converted = bound | {name: _argument(name, value, memory) for name, value in arguments.items()}
         for hook in function.pre_run_hooks:
             hook(*args, **kwargs)
         rewritten = self.rewritten(function)
@@ -137,10 +134,7 @@ class _Session:
         sizes += (1,) * (3 - len(sizes))
         self._builder.set_grid_dim(*sizes)
         places = np.indices(sizes, np.int32).reshape(3, -1).T
-        memory = KernelMemory(function.fn.__name__, tuple(arguments_of(arguments)))
         warps, rows = options.get("num_warps") or 4, options.get("rows", 0)  # Triton's default; the suite's kernels
-        assert isinstance(warps, int)
-        assert isinstance(rows, int)
         self._builder.begin(memory, places, contracts=contracts, warps=warps, rows=rows)
 
         given = [leaf for leaf in leaves(converted) if isinstance(leaf, upstream.TensorHandle)]
@@ -149,11 +143,12 @@ class _Session:
         except TypeError:  # a constant that can't be looked up
             tapes, launches = [], itertools.count()
         first = next(launches) == 0  # to write down costs more than to run once
+        known = sizes, *((each.start, each.end) for each in memory.arguments), *(each.data.tobytes() for each in given)
 
         def run(group: Array, together: Together | None = None) -> None:
             for tape in tapes:
                 self._builder.take(group, together)
-                if tape.play(given):
+                if tape.play(given, (known, group.tobytes())):
                     return
             self._builder.take(group, together)
             if first or len(tapes) >= _WAYS:
@@ -233,44 +228,17 @@ def _of_descriptor(descriptor: Any, offsets: Sequence[Any]) -> tuple[Any, Any]:
     return addresses(descriptor, offsets, range(descriptor.ndim))
 
 
-def _broadcast(broadcast: Callable[..., Any], x: Any, y: Any) -> Any:
-    """Return two operands in one shape; most have one already, and upstream makes their types anew."""
-    same = x.type.is_block() and y.type.is_block() and x.type.shape == y.type.shape
-    return (x, y) if same else broadcast(x, y)
-
-
 def _blocks(init: Callable[..., None]) -> Callable[..., None]:
     """Return a constructor of tile types that computes each once: upstream does for every operand, a sixth of all time.
 
-    A remembered type keeps the type of its elements alive, whose id so stays unique. For a type with parts that are
-    unknown here, nothing is remembered.
+    What is remembered keeps the type of the elements alive, whose id so stays unique.
     """
-    made: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+    made: dict[tuple[Any, ...], dict[str, Any]] = {}
 
     def construct(self: Any, element: Any, shape: Any) -> None:
-        if (made_before := made.get((id(element), *shape))) is not None:
-            self.element_ty, self.shape, self.numel, self.name = made_before
-            return
-        init(self, element, shape)
-        if vars(self).keys() == {"element_ty", "shape", "numel", "name"}:
-            made[id(element), *shape] = self.element_ty, self.shape, self.numel, self.name
-
-    return construct
-
-
-def _tensors(init: Callable[..., None]) -> Callable[..., None]:
-    """Return a constructor of values that computes once what it reads of a type."""
-    made: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-
-    def construct(self: Any, handle: object, kind: Any) -> None:
-        key = id(kind.scalar), kind.is_block() and kind.shape
-        if (made_before := made.get(key)) is not None:
-            self.handle, self.type = handle, kind
-            self.dtype, self.shape, self.numel = made_before
-            return
-        init(self, handle, kind)
-        if vars(self).keys() == {"handle", "type", "dtype", "shape", "numel"}:
-            made[key] = self.dtype, self.shape, self.numel
+        if (key := (id(element), *shape)) not in made:
+            init(self, element, shape)
+        vars(self).update(made.setdefault(key, vars(self)))
 
     return construct
 
@@ -311,7 +279,7 @@ def _for_interpreter(function: FunctionType) -> Callable[..., Any]:
             data = getattr(np, _EXACT[name])(x.handle.data)
             return tl.core.tensor(upstream.TensorHandle(data, x.handle.dtype), x.type)
 
-        return call
+        return cast(Callable[..., Any], upstream.interpreter_builder.noted(call))  # the recorder's
     if not tl.core.is_builtin(function):
         return function
     # By name, since upstream has replaced some.
@@ -319,17 +287,20 @@ def _for_interpreter(function: FunctionType) -> Callable[..., Any]:
     return cast(Callable[..., Any], replacement)
 
 
-def _argument(name: str, value: Any) -> Any:
+def _argument(name: str, value: Any, memory: KernelMemory) -> Any:
     """Return an argument of a launch in the form that interpreted code takes."""
     if isinstance(value, float):
         # A number of fp32, as a compiled kernel gets it; upstream leaves it in fp64.
         return tl.core.tensor(upstream.TensorHandle(np.array([value], np.float32), tl.float32), tl.float32)
     if isinstance(value, tuple):
-        parts = [_argument(f"{name}[{number}]", item) for number, item in enumerate(value)]
+        parts = [_argument(f"{name}[{number}]", item, memory) for number, item in enumerate(value)]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if isinstance(value, torch.Tensor) and value.device.type != "cpu":
         raise ValueError(f"the interpreter takes tensors on the CPU: {name} is on {value.device}")
     converted = upstream._implicit_cvt(value)
-    if isinstance(converted, tl.core.tensor):
-        converted.handle.attr["argument"] = name
+    handle = getattr(converted, "handle", None)
+    pointer: Any = getattr(handle, "base", handle)  # a descriptor's, or itself
+    for argument in memory.arguments:
+        if argument.name == name:
+            pointer.data = pointer.data + np.uint64(argument.shift)
     return converted

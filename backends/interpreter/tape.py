@@ -4,14 +4,18 @@ To run the source costs more than to compute what it says, and a kernel is launc
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 
-_LONGEST = 3_000  # steps
+_LONGEST = 5_000  # steps
 _SMALL = 2**12  # elements of what a tape holds on to
+_LAUNCHES = 4  # of which a tape keeps what follows from their numbers alone
+_NOTED = re.compile("create_.*|get_.*(?<!_ty)")  # builder's calls that make handles
+_MEMORY = re.compile("^$|load|store|atomic|scatter|gather|dot|print|ptr_to_int")  # in names of calls that do more
 
 
 class _Place(int):
@@ -22,7 +26,8 @@ class UnrecordableError(Exception):
     """A program does something that a tape cannot record."""
 
 
-Step = tuple[Callable[..., Any], Any, Any, Any]  # what is called; arguments, those by name, result: with places in them
+# What is called; arguments, those by name, result: with places in them; whether it follows from the given.
+Step = tuple[Callable[..., Any], Any, Any, Any, bool]
 
 
 class Tape:
@@ -32,27 +37,36 @@ class Tape:
         """Keep the steps of a program, and the number of its handles."""
         later: set[_Place] = set()
         self._handles, self._steps = handles, []
-        for call, args, named, result in reversed(steps):
+        self._kept: dict[Any, dict[int, Any]] = {}  # by what is given, and the number of the step
+        for call, args, named, result, follows in reversed(steps):
             last = {*_places((args, named, result))} - later
             later |= last
             changing = [at for at, part in enumerate(args) if any(True for _ in _places(part))]
-            self._steps.append((call, args, changing, named, any(True for _ in _places(named)), result, last))
+            self._steps.append((call, args, changing, named, any(True for _ in _places(named)), result, last, follows))
         self._steps.reverse()
 
-    def play(self, given: Iterable[Any]) -> bool:
-        """Repeat the steps with other handles; return False where a branch differs, before anything is written."""
-        handles = [*given]
-        handles += [None] * (self._handles - len(handles))
+    def play(self, given: Iterable[Any], known: Hashable) -> bool:
+        """Repeat the steps with other handles; return False where a branch differs, before anything is written.
+
+        Steps that follow from the given handles alone are not repeated where these are `known`.
+        """
+        handles = [*given, *[None] * self._handles]
+        kept = self._kept[known] = self._kept.pop(known, {})  # as the newest
+        if len(self._kept) > _LAUNCHES:
+            del self._kept[next(iter(self._kept))]
 
         def handle_of(leaf: Any) -> Any:
             return handles[leaf] if leaf.__class__ is _Place else leaf
 
-        for call, args, changing, named, renamed, result, last in self._steps:
-            positional = [*args]
-            for at in changing:
-                arg = args[at]
-                positional[at] = handles[arg] if arg.__class__ is _Place else _mapped(arg, handle_of)
-            now = call(*positional, **(_mapped(named, handle_of) if renamed else named))
+        for number, (call, args, changing, named, renamed, result, last, follows) in enumerate(self._steps):
+            if (now := kept.get(number)) is None:
+                positional = [*args]
+                for at in changing:
+                    arg = args[at]
+                    positional[at] = handles[arg] if arg.__class__ is _Place else _mapped(arg, handle_of)
+                now = call(*positional, **(_mapped(named, handle_of) if renamed else named))
+                if follows and _is_small(now):
+                    kept[number] = now
             if result.__class__ is _Place:
                 handles[result] = now
             elif result is not None or now is not None:
@@ -84,7 +98,7 @@ class BuilderRecorder:
 
     def __getattr__(self, name: str) -> Any:
         member = getattr(self._builder, name)
-        return member if self._steps is None or not name.startswith("create_") else self.noted(member, name)
+        return self.noted(member, name) if self._steps is not None and _NOTED.fullmatch(name) else member
 
     def noted(self, function: Callable[..., Any], name: str = "") -> Callable[..., Any]:
         """Return a function whose calls are recorded, without the calls that it makes itself."""
@@ -101,8 +115,7 @@ class BuilderRecorder:
     def record(self, program: Callable[[], None], given: Iterable[Any]) -> list[Tape]:
         """Run a program on these handles; return its tape, or None if it can't be played."""
         self._steps, self._handles, self._written, self._mark = [], 0, False, object()
-        for handle in given:
-            self._named(handle)
+        self._known = {self._named(handle) for handle in given}
         try:
             program()
             return [] if self._steps is None else [Tape(self._steps, self._handles)]
@@ -113,22 +126,23 @@ class BuilderRecorder:
         self, steps: list[Step], function: Callable[..., Any], args: Any, named: Any, result: Any, name: str
     ) -> None:
         """Add a call to the steps of a program; stop recording if it can't be replayed."""
-        self._asks = "program" in name or "dot" in name  # which the builder keeps in mind
+        self._follows = not _MEMORY.search(name)
         try:
             arguments = _mapped(args, self._standing), _mapped(named, self._standing)
-            if self._asks or not _is_small(result):  # else it is the same for all programs
-                steps.append((function, *arguments, _mapped(result, self._named)))
+            places = _mapped(result, self._named)
         except UnrecordableError:
             return
+        steps.append((function, *arguments, places, self._follows))
+        self._known.update(_places(places) if self._follows else ())
         self._written |= any(word in name for word in ("store", "atomic", "scatter"))
         self._steps = steps
 
     def _standing(self, leaf: Any) -> Any:
         mark, place = getattr(leaf, "place", (None, None))
         if mark is self._mark:
-            self._asks = True
+            self._follows &= place in self._known
             return place
-        if hasattr(leaf, "block_shape") or (isinstance(leaf, TensorHandle) and not _is_small(leaf)):
+        if hasattr(leaf, "block_shape") or isinstance(leaf, TensorHandle):
             raise UnrecordableError  # a descriptor; what nobody has noted
         return leaf
 
@@ -145,8 +159,9 @@ class BuilderRecorder:
 
 def _is_small(x: Any) -> bool:
     """Return whether it is a handle that a tape may keep, whatever broadcasting makes of it."""
-    axes = zip(x.data.shape, x.data.strides, strict=True) if isinstance(x, TensorHandle) else ()
-    return isinstance(x, TensorHandle) and math.prod(length for length, stride in axes if stride) <= _SMALL
+    arrays: Any = x.terms if hasattr(x, "terms") else [x.data] if isinstance(x, TensorHandle) else []
+    axes = [zip(array.shape, array.strides, strict=True) for array in arrays]
+    return bool(0 < sum(math.prod(length for length, stride in each if stride) for each in axes) <= _SMALL)
 
 
 def _mapped(x: Any, change: Callable[[Any], Any]) -> Any:

@@ -40,13 +40,13 @@ class Global:
 
     def read(self, addresses: Array, mask: Array, dtype: np.dtype[Any]) -> Array:
         """Return unsigned integers; zeros where the mask hides them."""
-        self._allowed.check(addresses.view(np.uint64), mask, dtype.itemsize, None, "reads")
+        self._allowed.check(addresses.view(np.uint64), mask, dtype.itemsize, "reads")
         values: Array = native.load(addresses.view(np.uint64), mask, np.zeros(addresses.shape, dtype), dtype)
         return values
 
     def write(self, addresses: Array, mask: Array, values: Array) -> None:
         """Write unsigned integers; where two threads write to one place, the later thread wins."""
-        self._allowed.check(addresses.view(np.uint64), mask, values.itemsize, None, "writes")
+        self._allowed.check(addresses.view(np.uint64), mask, values.itemsize, "writes")
         native.store(addresses.view(np.uint64), values, mask)
 
     def add(self, addresses: Array, mask: Array, values: Array, kind: str) -> None:

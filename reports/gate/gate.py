@@ -107,11 +107,12 @@ def gate(
     described = replace(run, measures={**run.measures, **baseline.measures}, checks={**run.checks, **baseline.checks})
     worsening = {name: measure for name, measure in described.measures.items() if measure.worse is not None}
     held_to = {name: limits.held_to(name, measure) for name, measure in worsening.items()}
+    of_biased = {name for name, measure in described.measures.items() if measure.of_biased}
     old, new = ({record.id: record for record in each.records} for each in (baseline, run))
     pairs = [(old[name], new[name]) for name in sorted(old.keys() & new.keys())]
     changes: list[CellChange] = []
     for before, after in pairs:
-        findings = list(_compare(before, after, held_to, across))
+        findings = list(_compare(before, after, held_to, of_biased, across))
         if not any(worse for worse, _ in findings):
             findings += [(True, text) for text in same_bits(before, after, baseline)]
         changes += [CellChange(after, *finding) for finding in findings]
@@ -179,7 +180,9 @@ def _options(narrowing: Collection[Narrowing]) -> str:
     return " ".join(dict.fromkeys(words for each in narrowing for words in each.given))
 
 
-def _compare(old: Record, new: Record, held_to: Mapping[str, MeasureRecord], across: bool) -> Iterator[_Judgement]:
+def _compare(
+    old: Record, new: Record, held_to: Mapping[str, MeasureRecord], of_biased: Collection[str], across: bool
+) -> Iterator[_Judgement]:
     """Yield the changes of one cell, and whether each makes it worse."""
     if other := list(_other_inputs(old, new)):
         yield True, f"not comparable: {', '.join(other)}"
@@ -197,7 +200,7 @@ def _compare(old: Record, new: Record, held_to: Mapping[str, MeasureRecord], acr
     predicted = all(each.passed(records.PREDICTION) is True for each in (old, new))
     foretold = across and old.plan == new.plan and predicted
     yield from _verdicts(old, new, foretold=foretold)
-    if lost := list(_lost(old, new)):
+    if lost := [name for name in _lost(old, new) if not (_is_mended(old, new) and name in of_biased)]:
         yield True, f"NaN or missing: {', '.join(lost)}; a number in the baseline"
     # A case without a verdict cancels: its errors in ulps are of any size.
     judged = old.verdict is not None or new.verdict is not None
@@ -217,6 +220,11 @@ def _other_inputs(old: Record, new: Record) -> Iterator[str]:
     drawn = few and many % few == 0 and (many // few).bit_count() == 1  # a look draws as many again
     if few != many and not drawn and old.shown is not None and new.shown is not None:
         yield f"{new.heads} heads, {old.heads} in the baseline"
+
+
+def _is_mended(old: Record, new: Record) -> bool:
+    """Return whether a bias is gone."""
+    return old.verdict == records.BIASED and new.verdict in (records.UNBIASED, records.UNDECIDED)
 
 
 def _lost(old: Record, new: Record) -> Iterator[str]:
@@ -262,6 +270,8 @@ def _verdicts(old: Record, new: Record, *, foretold: bool) -> Iterator[_Judgemen
     measured = old.shown is not None and new.in_training is not None
     contained = old.in_training or (records.UNBIASED if measured else None)
     for what, before, after in (("", old.verdict, new.verdict), ("in training ", contained, new.in_training)):
+        if what and after is None and _is_mended(old, new):
+            continue  # gradients can contain no bias that is gone
         if before is not None and before != after and not (foretold and after is not None):
             worse = after is None or records.VERDICTS.index(after) > records.VERDICTS.index(before)
             yield worse, f"{what}verdict {after or 'none'}, {before} in the baseline"

@@ -65,6 +65,7 @@ DESCRIBED = {
     "rms_ulps": MeasureRecord("root mean square error of O", "ulp", worse="more", column=True),
     "max_ulps": MeasureRecord("largest error of O", "ulp", worse="more", limit=1.0, share=0.1, column=True),
     "delta_bias": MeasureRecord("error of delta", worse="farther", column=True),
+    "rounded_bias": MeasureRecord("bias of O rounded once", "ulp", of_biased=True),
     "nonfinite": MeasureRecord("NaN or Inf", worse="more", limit=0.0, per="elements", portable=True, column=True),
 }
 CHECKS = {

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import libdevice
 
 from tiebreak.backends.interpreter.assumptions import CARDS, EXACT
 from tiebreak.backends.interpreter.programs import Together
@@ -23,11 +24,11 @@ def _numbers(*shape: int, seed: int = 1) -> Tensor:
 
 
 def _rows(X: Any, Y: Any, P: Any, n: Any, N: tl.constexpr) -> None:
-    """Whose last row is shorter, by a mask that differs among programs."""
+    """Whose last row is shorter, by a mask that differs among programs, and is rounded by a vendor's function."""
     row, column = tl.program_id(0) * 4 + tl.arange(0, 4)[:, None], tl.arange(0, N)[None, :]
     shown = (row < n) & (column < N - 3)
     x = tl.load(X + row * N + column, mask=shown, other=2.5)
-    tl.store(Y + row * N + column, x / tl.sum(x, 1)[:, None] + tl.program_id(0), mask=shown)
+    tl.store(Y + row * N + column, libdevice.rint(x * 9) / tl.sum(x, 1)[:, None] + tl.program_id(0), mask=shown)
 
 
 def _loops(X: Any, Y: Any, P: Any, n: Any, N: tl.constexpr) -> None:
@@ -114,6 +115,13 @@ def _passed_on(X: Any, Y: Any, P: Any, n: Any, N: tl.constexpr) -> None:
     tl.store(Y + (tl.program_id(0) + 1) * N + at, x + tl.load(X + at))
 
 
+def _ahead(X: Any, Y: Any, P: Any, n: Any, N: tl.constexpr) -> None:
+    """Each program reads a row that the one behind it writes to later."""
+    at = Y + tl.program_id(0) * N + tl.arange(0, N)
+    tl.store(at, tl.program_id(0))
+    tl.store(X + tl.program_id(0) * N + tl.arange(0, N), tl.load(at + N))
+
+
 def _beside(X: Any, Y: Any, P: Any, n: Any, N: tl.constexpr) -> None:
     """Each program writes its row, and then half of the next one's, which that one writes over."""
     for step in range(2):
@@ -154,7 +162,7 @@ def _printing(X: Any, Y: Any, P: Any, n: Any, N: tl.constexpr) -> None:
 
 Function = Callable[..., None]
 TOGETHER = [_rows, _loops, _pages, _tiles, _described, _in_place, _swapped, _same_place, _added]
-APART = [_passed_on, _beside, _crossing, _locked, _counted, _tallied, _printing]
+APART = [_passed_on, _ahead, _beside, _crossing, _locked, _counted, _tallied, _printing]
 
 
 def _launched(
@@ -175,8 +183,8 @@ def _launched(
         patch.setattr(Together, "run", counting)
         if plain:
             patch.setattr(Tape, "play", lambda *_: False)
-        triton.jit(function)[(PROGRAMS,)](x, y, table, PROGRAMS * 4 - 3, N=N)
-    return [y, table, ran[0]]
+        triton.jit(function)[(PROGRAMS,)](x, y, table, PROGRAMS * 4 - 2 - seed, N=N)
+    return [x, y, table, ran[0]]
 
 
 @pytest.mark.parametrize("card", ["exact", "sm_80"])
@@ -184,7 +192,8 @@ def _launched(
 def test_programs_leave_what_they_leave_one_after_the_other(
     function: Function, card: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for seed, most in ((1, 2**20), (2, 2**20), (1, 1000)):  # the first is written down, as its plain one was the first
+    # The first is written down, as its plain one was the first; the third has other numbers than the second, played.
+    for seed, most in ((1, 2**20), (2, 2**20), (1, 2**20), (1, 1000)):
         *alone, _ = _launched(function, monkeypatch, card, seed=seed, plain=True)
         printed = capsys.readouterr().out
         monkeypatch.setattr("tiebreak.backends.interpreter.programs._MOST_AT_ONCE", most)
@@ -221,12 +230,12 @@ def _beyond(X: Any, Y: Any, P: Any, n: Any, N: tl.constexpr) -> None:
 
 
 def test_an_error_comes_when_it_should_and_leaves_what_was_done_before_it() -> None:
-    y = torch.zeros(PROGRAMS * 4, N)
+    x, y, table = torch.zeros(N), torch.zeros(PROGRAMS * 4, N), torch.zeros(N)
     with (
         interpreting(EXACT),
         pytest.raises(OutOfBoundsError, match=r"_beyond writes outside of its argument Y: element 1551"),
     ):
-        triton.jit(_beyond)[(PROGRAMS,)](y, y, y, 0, N=N)
+        triton.jit(_beyond)[(PROGRAMS,)](x, y, table, 0, N=N)
     expected = torch.zeros(PROGRAMS * 4, N)
     for program in range(13):
         expected[program] = 7

@@ -305,6 +305,7 @@ MORE_OF_O: Mapping[str, CallMeasure] = dict(
             "bias of a correctly rounded O on the same heads, of a user's kernel that is biased on a failure input",
             lambda sample: None if sample.rounded is None else sample.rounded.bias,
             "ulp",
+            of_biased=True,
         ),
         _of(
             "prediction_difference",

@@ -34,6 +34,8 @@ def bias(mean: float | None, half_width: float | None) -> dict[str, Any]:
 
 
 BIASED: dict[str, Any] = {"verdict": "biased", **bias(0.2, 0.01)}
+ROUNDED = {**BIASED["measures"], "rounded_bias": Estimate(0.2, 0.01)}
+TIED = {**BIASED, "measures": ROUNDED, "tied": True, "in_training": "unbiased"}
 NAN: dict[str, Any] = {"bias": Estimate(None, None), "nonfinite": 5}
 NARROW = bias(0.01, 0.001)
 SHOWN = records.Shown("bias", None, verdict="unbiased")
@@ -55,6 +57,8 @@ def judge(old: Record, new: Record, *, across: bool = False, fail: Limits | None
     [
         ({}, {"verdict": "biased"}, "verdict biased, unbiased in the baseline"),
         (BIASED, {**BIASED, "verdict": "nonfinite"}, "verdict nonfinite, biased in the baseline"),
+        (TIED, {**TIED, **BIASED}, "NaN or missing: rounded_bias; a number in the baseline"),
+        (TIED, {**TIED, "in_training": None}, "in training verdict none, unbiased in the baseline"),
         (NARROW, bias(0.0321, 0.001), "bias +0.0321 ±0.0010 ulp, +0.0100 ±0.0010"),
         (NARROW, bias(0.01, 0.021), "bias +0.0100 ±0.0210 undecided, +0.0100 ±0.0010 in"),
         ({}, measured(max_ulps=2.6), "max_ulps 2.6 ulp, 1.5 in the baseline"),
@@ -132,6 +136,7 @@ def test_what_does_not(old: Any, new: Any) -> None:
     ("old", "messages"),
     [
         (BIASED, ["verdict unbiased, biased in the baseline", "bias +0.0100 ±0.0200 ulp, +0.2000 ±0.0100"]),
+        (TIED, ["verdict unbiased, biased in the baseline", "bias +0.0100 ±0.0200 ulp, +0.2000 ±0.0100"]),
         (measured(max_ulps=9.0), ["max_ulps 1.5 ulp, 9 in the baseline"]),
         (answered("repeatable", False, TWICE), ["passed, failed in the baseline", f"repeatable passes now: {TWICE}"]),
         (

@@ -21,7 +21,7 @@ from tiebreak.matrix.identification.backward_attribution import backward_pass_of
 from tiebreak.matrix.questions import comparison, session
 from tiebreak.matrix.questions.comparison import exact
 from tiebreak.matrix.questions.session import Session
-from tiebreak.matrix.workbench import Settled, SharedBatch
+from tiebreak.matrix.workbench import Settled
 
 # Queries, keys, d, query heads, key heads, causal.
 SHAPES = {
@@ -90,11 +90,9 @@ def alike() -> Iterator[Callable[[str], None]]:
     made, asked, emulated = dict[Hashable, Any](), [""], Session.emulated
     found = dict[Hashable, tuple[str, int]]()
 
-    def of_gradients(gradients: Gradients, o: Tensor, forward: Declaration, batch: SharedBatch) -> tuple[str, int]:
-        key = _numbers(gradients), _digest(o), forward, batch
-        if key not in found:
-            found[key] = backward_pass_of(gradients, o, forward, batch)
-        return found[key]
+    def of_gradients(gradients: Gradients, o: Tensor, *forward: Any) -> tuple[str, int]:
+        key = _numbers(gradients), _digest(o), *forward
+        return found[key] if key in found else found.setdefault(key, backward_pass_of(gradients, o, *forward))
 
     def once(what: Hashable, inputs: AttentionInputs, make: Callable[[], Any]) -> Any:
         key = what, _numbers(inputs)

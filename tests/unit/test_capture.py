@@ -12,7 +12,7 @@ import types
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -189,8 +189,7 @@ class TestWhatIsKept:
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
         model = model_of(lambda: Layer(attend, key_heads=2))
-        layer = model.layers[0]
-        assert isinstance(layer, Layer)
+        layer = cast(Layer, model.layers[0])
         with started(model, tmp_path, heads=5) as captured:
             train(model, captured, steps=1)
         tensors, metadata = read(captured.written[0])
@@ -265,8 +264,7 @@ class TestWhatIsKept:
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
         model = model_of(lambda: Layer(attend))
-        layer = model.layers[0]
-        assert isinstance(layer, Layer)
+        layer = cast(Layer, model.layers[0])
         with started(model, tmp_path, heads=5) as captured:
             train(model, captured, steps=1)
         tensors, metadata = read(captured.written[0])

@@ -24,7 +24,7 @@ from tiebreak.kernels.external.loading import imported
 from tiebreak.programs import check
 from tiebreak.programs.files import backend, export, judge
 from tiebreak.reports import cli
-from tiebreak.reports.calls import MANIFEST, Calls, StoredCall
+from tiebreak.reports.calls import MANIFEST, Calls
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import store
 from tiebreak.reports.records.decode import encode
@@ -210,16 +210,13 @@ def test_the_next_step_is_short_and_device_json_declares_the_kernel(
 
 def test_no_answer_is_exported_and_the_same_bits_each_time(folder: Path, raw: Path, tmp_path: Path) -> None:
     """Two exports have the same calls, by the digests of all that is in them, and a file is written to the byte."""
+    jsonschema.validate(json.loads((folder / MANIFEST).read_bytes()), schema_of("calls"))
     assert not [*folder.glob("*.out.*")]
     assert {name for call in manifest(folder).calls for name in call.tensors} == {"q", "k", "v", "do"}
     assert [call.digest for call in manifest(folder).calls] == [call.digest for call in manifest(raw).calls]
     for path in folder.glob("*.in.*"):
         runner.write(tmp_path / path.name, *runner.read(path))
         assert path.read_bytes() == (tmp_path / path.name).read_bytes()
-
-
-def test_the_manifest_has_its_schema(folder: Path) -> None:
-    jsonschema.validate(json.loads((folder / MANIFEST).read_bytes()), schema_of("calls"))
 
 
 @pytest.mark.parametrize("spaces", [b"", b" "])
@@ -285,10 +282,6 @@ def _edited(**fields: Any) -> Callable[[Path], None]:
     return lambda folder: store.write_text(encode(replace(manifest(folder), **fields)), folder / MANIFEST)
 
 
-def _without_a_call(folder: Path) -> None:
-    _edited(calls=manifest(folder).calls[1:])(folder)
-
-
 def _other_scale(folder: Path) -> None:
     first, *others = manifest(folder).calls
     _edited(calls=(replace(first, values={**first.values, "scale": 1.0}), *others))(folder)
@@ -337,7 +330,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "raised": _said(raised="RuntimeError: illegal memory access"),
     "no manifest": lambda folder: (folder / MANIFEST).unlink(),
     "manifest cut short": _bytes(MANIFEST, lambda content: content[:-9]),
-    "manifest without a call": _without_a_call,
+    "manifest without a call": lambda folder: _edited(calls=manifest(folder).calls[1:])(folder),
     "manifest with another scale": _other_scale,
     "manifest of other cases": _edited(options={"cases": "random", "dtype": "bf16", "heads": "16", "seed": "2"}),
     "device.json is no JSON": lambda folder: runner.replace(folder / "device.json", b"H200"),
@@ -497,11 +490,8 @@ cp "$1/$2.q.bin" "$1/$2.o$3.bin"
     assert [*folder.faults()] == []
     assert folder.outputs(first)[1]["raised"] == "exit code 7"
     assert "refused" in folder.outputs(second)[1]
-    assert all(torch.equal(folder.outputs(call)[0]["o"], runner.inputs(raw, as_json(call))["q"]) for call in others)
-
-
-def as_json(call: StoredCall) -> Any:
-    return json.loads(encode(call))
+    for call in others:
+        assert torch.equal(folder.outputs(call)[0]["o"], runner.inputs(raw, json.loads(encode(call)))["q"])
 
 
 def test_a_kernel_of_ours_goes_along_and_has_the_verdict_of_check_interpreted(

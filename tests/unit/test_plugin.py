@@ -1,6 +1,5 @@
 """The matrix as a pytest plug-in: what it runs, prints, keeps and refuses."""
 
-import json
 import re
 import subprocess
 import sys
@@ -63,11 +62,6 @@ def outcomes(run: Run) -> dict[str, str]:
     return {record.case: record.outcome for record in run.records}
 
 
-def all_records(pytester: pytest.Pytester, name: str = "last") -> list[Mapping[str, Any]]:
-    records: list[Mapping[str, Any]] = json.loads((pytester.path / "out" / f"{name}.json").read_text())["records"]
-    return records
-
-
 class TestCells:
     def test_ids_are_readable_and_collecting_writes_nothing(self, matrix: MatrixRun, pytester: pytest.Pytester) -> None:
         result = matrix(*FEW, "--collect-only", "-q")
@@ -76,7 +70,7 @@ class TestCells:
         assert list(pytester.path.iterdir()) == []
 
     def test_on_workers_records_are_the_same_and_cells_of_a_case_stay_together(
-        self, matrix: MatrixRun, pytester: pytest.Pytester
+        self, matrix: MatrixRun, kept: Kept
     ) -> None:
         places: dict[str, set[str]] = {}
 
@@ -88,9 +82,9 @@ class TestCells:
         cases = ("--cases", "tied_maxima[k=2],no_tail,random_odd")
         assert matrix(*both, *cases, "--save", "n0").ret == 0
         assert matrix(*both, *cases, "-n", "2", "--save", "n2", plugins=[Spy()]).ret == 0
-        alone = all_records(pytester, "n0")
+        alone = kept("n0").records
         assert len(alone) == 12
-        assert alone == all_records(pytester, "n2")
+        assert alone == kept("n2").records
         assert len(places) == 3
         assert all(len(workers) == 1 for workers in places.values())
         assert len(set.union(*places.values())) == 2
@@ -217,7 +211,7 @@ class TestUserKernel:
         result.stdout.fnmatch_lines([f"failed: {lost} cells never ran: too many workers died"])
 
     def test_a_fallen_cell_is_rerun_by_the_command_that_is_printed(
-        self, matrix: MatrixRun, pytester: pytest.Pytester
+        self, matrix: MatrixRun, kept: Kept, pytester: pytest.Pytester
     ) -> None:
         """As it stands there, by a shell that stands where the first run stood."""
         spec = user_kernel(pytester, "return plain(q, k, v, causal=causal, scale=scale) * 1.5")
@@ -230,9 +224,7 @@ class TestUserKernel:
         again = subprocess.run(lean, shell=True, capture_output=True, text=True, check=False)
         assert again.returncode == 1, again.stdout + again.stderr
         assert re.search(r"^=.* 1 failed\b", again.stdout, re.MULTILINE)
-        assert all_records(pytester, "again") == [
-            record for record in all_records(pytester) if record["case"] == "tied_maxima[k=2]"
-        ]
+        assert kept("again").records == tuple(each for each in kept().records if each.case == "tied_maxima[k=2]")
 
     @pytest.mark.parametrize(
         ("folder", "words"),

@@ -61,7 +61,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     (folder / "mine.py").write_text(MINE)
     words = ["--backend", "cpu,torch:aba*,torch:xpu", "--allow-missing", "torch:xpu", "--cases", "random,random_causal"]
     words += ["--kernel", "mine.py:mine", "--kernels", ",".join((*COMPOSED, "flash@fused_contracted", "sdpa*", "flex"))]
-    words += ["--heads", "64", "--save", "here", "--junitxml", "here.xml", "-n", "0", "-p", "no:cacheprovider"]
+    words += ["--heads", "16", "--save", "here", "--junitxml", "here.xml", "-n", "0", "-p", "no:cacheprovider"]
     environment = {**os.environ, "PYTHONPATH": str(site), "ABACUS": str(folder / "calls.json")}
     command = [sys.executable, "-m", "pytest", str(CELLS), *words]
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)

@@ -7,18 +7,22 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from tiebreak.cases.bounds import UNDECLARED
+from tiebreak.cases.shapes import reported
 from tiebreak.kernels.external.call import FULL
 from tiebreak.kernels.external.options import BINARY, NATURAL
 from tiebreak.kernels.formats import FP32, ulp
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError
-from tiebreak.kernels.reference import products
+from tiebreak.kernels.plans import Accumulator, RoundingPlan
+from tiebreak.kernels.reference import scores
 from tiebreak.matrix.questions.comparison import DK, DQ, DV, Answers, WithinError
 from tiebreak.matrix.questions.session import Session
 
 _UNITS = {NATURAL: 1.0, BINARY: math.log(2.0)}  # of a logarithm in each base
 #: Errors of the sum: a fast exponential (PyTorch's on a CPU is 2^-14 small at 0), and its rounding in fp32.
 _OF_THE_SUM = 2.0**-13
+_ROUNDED = ("q", "k", "qk", "s", "shifted", "scale", "divisor", "log2_e", "row_sum")  # casts of a plan on the way to l
 _ROUNDINGS = 3  # of a score in the inputs' format: the scale times q, the product, the product times the scale
 
 
@@ -26,14 +30,28 @@ def log_sum_exp(session: Session, results: WithinError) -> None:
     """Ask, as a question of `usage`, whether the kernel's second output is a log-sum-exp."""
     if len(session.options.layout) < len(FULL):
         raise CannotRunError("is called for every sequence: its log-sum-exp is not looked at")
-    inputs = session.inputs()
+    inputs, plan = session.inputs(), session.followed.plan
+    second = _second(session, inputs)
+    base = judge_lse(second, inputs, session.options.lse, results, plan)
+    if not base:
+        return
+    for index, call in enumerate(call for call in reported() if call.asks == "log_sum_exp"):
+        asked = session.arranged(call.inputs(session.small_draw(1 + index), session.shape.d))
+        with session.leaving_out():
+            if session.takes(asked):
+                other = _second(session, asked)
+                if session.options.lse or _per_row(other, *asked.q.shape[:3]) is not None:
+                    judge_lse(other, asked, base, results, plan, call.words)
+    if isinstance(second, Tensor) and session.has_gradients:
+        _hold_gradients(session, inputs, base, second.dtype, results)
+
+
+def _second(session: Session, inputs: AttentionInputs) -> object:
+    """Return what a call returns behind O; None: nothing."""
     placed = session.place(inputs, gradients=False)
     with session.calling(gradients=False):
         returned = placed.call.returned(placed.placed)
-    second = returned[1] if isinstance(returned, (tuple, list)) and len(returned) > 1 else None
-    base = judge_lse(second, inputs, session.options.lse, results)
-    if base and isinstance(second, Tensor) and session.has_gradients:
-        _hold_gradients(session, inputs, base, second.dtype, results)
+    return returned[1] if isinstance(returned, (tuple, list)) and len(returned) > 1 else None
 
 
 def _hold_gradients(
@@ -45,7 +63,7 @@ def _hold_gradients(
     the sum. With a log-sum-exp in few bits, P = exp(S - lse) is off by a factor, at most its roundoff.
     """
     dlse = session.inputs(1).do.sum(-1, keepdim=True)
-    lse = inputs.visible(products(inputs)).logsumexp(-1, keepdim=True)
+    lse = inputs.visible(scores(inputs)).logsumexp(-1, keepdim=True)
     factor = (torch.finfo(stored).eps / 2 * lse.abs()).exp().float()
     both = replace(inputs, dlse=dlse)
     alone = replace(both, do=torch.zeros_like(inputs.do))
@@ -83,11 +101,18 @@ def _gradients(session: Session, inputs: AttentionInputs, unit: float) -> Answer
     return placed.collected(o, tuple(torch.zeros_like(leaf) if each is None else each for each, leaf in leaves))
 
 
-def judge_lse(returned: object, inputs: AttentionInputs, declared: str, results: WithinError) -> str | None:
+def judge_lse(
+    returned: object,
+    inputs: AttentionInputs,
+    declared: str,
+    results: WithinError,
+    plan: RoundingPlan = UNDECLARED.plan,
+    words: str = "",
+) -> str | None:
     """Record whether the kernel's second output is a log-sum-exp, in the base that it declares or in either.
 
     Nothing is recorded for a kernel that declares none, and returns nothing that looks like one. Returns the base, if
-    it is right.
+    it is right. The plan says how scores are rounded; `words` name a call that is not the first.
     """
     shape = inputs.q.shape[:3]
     rows = _per_row(returned, *shape)
@@ -98,15 +123,17 @@ def judge_lse(returned: object, inputs: AttentionInputs, declared: str, results:
         if not declared:
             raise CannotRunError(f"{received}, no log-sum-exp")
         why = f"{received}, expected a log-sum-exp of shape {tuple(shape)}"
-        results.requirements[f"a log-sum-exp in base {declared}"] = why
+        results.requirements[f"a log-sum-exp in base {declared}{words and f', {words}'}"] = why
         results.measures |= {"lse_ulps": math.nan, "lse_error_over_bound": math.nan}
         return None
-    q, k, s = inputs.q.double(), inputs.expanded_k().double(), inputs.visible(products(inputs))
+    q, k, s = inputs.q.double(), inputs.expanded_k().double(), inputs.visible(scores(inputs))
     natural = s.logsumexp(-1)
-    # Allowed rounding: of every score in the inputs' format, of P before it is summed, of the result.
+    # Allowed rounding: of every score as the plan has it, of P before it is summed, of the result.
     eps = torch.finfo(returned.dtype).eps if isinstance(returned, Tensor) else 0.0
     size = (q.abs() @ k.abs().mT).amax(-1) * inputs.scale  # that errors of a row's scores are relative to
-    bound = inputs.formats.inputs.unit_roundoff * (_ROUNDINGS * size + 1.0) + _OF_THE_SUM + eps * natural.abs()
+    roundoff = inputs.formats.inputs.unit_roundoff
+    of_scores = _ROUNDINGS * roundoff if _narrows_scores(plan) else (_ROUNDINGS + q.shape[-1]) * FP32.unit_roundoff
+    bound = of_scores * size + roundoff + _OF_THE_SUM + eps * natural.abs()
     shares = {base: _largest((lse * unit - natural).abs() / bound) for base, unit in _UNITS.items()}
     base = declared or min(shares, key=shares.__getitem__)
     exact = natural / _UNITS[base]
@@ -114,13 +141,23 @@ def judge_lse(returned: object, inputs: AttentionInputs, declared: str, results:
     if shares[base] > 1.0 and other_base is not None:
         why = f"log-sum-exp is in base {other_base}, declared is base {base}"
     elif shares[base] > 1.0:
-        known = (words for words, wrong in _mistakes(s, inputs.scale).items() if _largest((lse - wrong) / bound) <= 1.0)
-        words, off = next(known, "is in neither base"), _largest(lse - natural)
-        why = f"log-sum-exp {words}: off by up to {off:.3g}, {shares[base]:.3g} times what rounding allows"
-    results.requirements[f"a log-sum-exp in base {base}"] = why
-    results.measures |= {"lse_ulps": _largest((lse - exact) / ulp(exact, FP32)), "lse_error_over_bound": shares[base]}
+        known = (each for each, wrong in _mistakes(s, inputs.scale).items() if _largest((lse - wrong) / bound) <= 1.0)
+        mistake, off = next(known, "is in neither base"), _largest(lse - natural)
+        why = f"log-sum-exp {mistake}: off by up to {off:.3g}, {shares[base]:.3g} times what rounding allows"
+    results.requirements[f"a log-sum-exp in base {base}{words and f', {words}'}"] = (
+        f"{words}: {why}" if why and words else why
+    )
+    found = {"lse_ulps": _largest((lse - exact) / ulp(exact, FP32)), "lse_error_over_bound": shares[base]}
+    results.measures |= {name: max(number, results.measures.get(name, 0.0)) for name, number in found.items()}
     results.unit = f"ulp, base {base}"
     return None if why else base
+
+
+def _narrows_scores(plan: RoundingPlan) -> bool:
+    """Return whether a plan rounds scores, or sums of their exponentials, to fewer bits than fp32 has."""
+    rounded = any(getattr(plan, name).narrows for name in _ROUNDED)
+    in_8_bits = plan.q8 is not None or plan.k8 is not None
+    return rounded or in_8_bits or plan.smooth_k or plan.accumulator is Accumulator.ROUNDED
 
 
 def _mistakes(s: Tensor, scale: float) -> Mapping[str, Tensor]:

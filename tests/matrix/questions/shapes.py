@@ -20,6 +20,7 @@ _MANY = 2**12  # entries of a batch
 _DRAWS = 2**16  # more than a question has calls
 _REPORTED = {
     "head_dimensions": "head dimensions of kernels in service, one of V that is another among them",
+    "group_sizes": "7 to 71 query heads to a key head",
     "latent_views": "one key head, whose first columns are V, in the same memory",
     "late_windows": "windows that leave out the first tiles of keys",
     "long_tables": "masks, biases and lengths of up to 4,133 keys",

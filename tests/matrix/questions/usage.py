@@ -11,15 +11,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tiebreak.cases.feature_cases import VARIED
-from tiebreak.kernels.external.call import Call, Places
+from tiebreak.kernels.external.call import Call, Made, Places
+from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.kernels.external.options import AUTOGRAD, split_words
 from tiebreak.kernels.features import CAPPED_BIAS, CAUSAL, GROUPED, HIDDEN_NAN, OWN_ENDS, OWN_SCALE, VALUE_DIM, WINDOW
 from tiebreak.kernels.inputs import AttentionInputs
-from tiebreak.kernels.kernel import CannotRunError, Declaration
+from tiebreak.kernels.kernel import CannotRunError, Declaration, NotAskedError, in_one_line
 from tiebreak.matrix.questions.comparison import BATCH, DQ, Answers, Cut, O, WithinError
 from tiebreak.matrix.questions.log_sum_exp import log_sum_exp
 from tiebreak.matrix.questions.placements import before_nan, expanded, fused, transposed, within_nan
-from tiebreak.matrix.questions.session import SHAPES, CallShape, Question, Session
+from tiebreak.matrix.questions.session import SHAPES, CallShape, PlacedCall, Question, Session
 
 GROUP = "the same numbers, called in another way"
 _LARGE = 2.0**20  # times q below any 16-bit format's largest number but fp16's, and far above what a weak mask hides
@@ -29,6 +30,7 @@ _BATCHES, _HEADS = 60, 5  # more than 2^8 in all, and a power of two in neither
 _FEW = 16  # queries and keys of such a call
 _HIDDEN = 12  # keys at the end that padding hides
 _SIZES = (1, 2, 63, 64, 65, 97, 127, 128, 129, 255, 256, 257)  # rows and keys, at which kernels take another path
+_MANY_ROWS = ((1_037, 1_037), (9_001, 65))  # rows and keys: more rows than a prefill's first tiles have
 _LONG = (9_001, 40_009)  # keys: so many beyond 2^13 and 2^15 that their loss shows
 _FEW_ROWS = 3
 _WIDE = 256  # a head dimension that may have a path of its own
@@ -239,6 +241,52 @@ def scaled_do(session: Session, results: WithinError) -> None:
         results.compare(f"dO times 2^{exponent}", plain, ours, inputs)
 
 
+def _gradients_of(session: Session, call: PlacedCall, o: Tensor, wanted: tuple[Tensor, ...]) -> Made:
+    """Return autograd's gradients of some arguments, and keep its graph; none, but why, where that raises."""
+    try:
+        with session.calling(gradients=True):
+            return torch.autograd.grad(o, wanted, call.placed.do, retain_graph=True)
+    except Exception as error:  # it says that it gives no such gradients, and computes nothing wrong
+        if session.cell.backend.poisoned() or isinstance(error, NotAskedError):
+            raise
+        session.refused[f"gives no such gradients: {in_one_line(error)}"] = None
+        return ()
+
+
+def _check_autograd(session: Session) -> None:
+    """Raise CannotRunError where gradients are not autograd's."""
+    _ = session.plain  # whose call shows whether there are gradients
+    if session.options.backward != AUTOGRAD or not session.has_gradients or not isinstance(session.kernel, UserKernel):
+        raise CannotRunError("has no gradients by autograd")
+
+
+def backward_again(session: Session, results: WithinError) -> None:
+    """Compare two backward passes of one forward pass, as `retain_graph=True` allows, with that of a plain call."""
+    _check_autograd(session)
+    call = session.place(session.inputs())
+    o = call.forward()
+    for words in ("the first", "the second"):
+        if made := _gradients_of(session, call, o, call.placed.leaves):
+            answers = call.collected(o, made)
+            results.compare(f"{words} of two backward passes", session.plain, answers, session.inputs())
+
+
+def frozen_inputs(session: Session, results: WithinError) -> None:
+    """Compare gradients where some of q, K and V need none, as below frozen weights, with those of a plain call."""
+    _check_autograd(session)
+    for names in ("q", "k", "v", "kv"):
+        call = session.place(session.inputs(), Places.all(Tensor.clone))  # it is given the leaves themselves
+        leaves = dict(zip("qkv", call.placed.leaves, strict=True))
+        for name, leaf in leaves.items():
+            leaf.requires_grad_(name in names)
+        with session.leaving_out():
+            o = call.forward()
+            if o.requires_grad and (made := _gradients_of(session, call, o, tuple(leaves[name] for name in names))):
+                answers = {f"d{name.upper()}": call.call.restored(x).cpu() for name, x in zip(names, made, strict=True)}
+                words = f"gradients of {' and '.join(names)} alone"
+                results.compare(words, session.plain, answers, session.inputs())
+
+
 def sizes(session: Session, results: WithinError) -> None:
     """Compare with the emulation at sizes at which kernels take another path."""
     causal = CAUSAL in session.kernel.takes
@@ -250,6 +298,9 @@ def sizes(session: Session, results: WithinError) -> None:
         for words, shape in shapes.items():  # few numbers have chance in their errors
             inputs = session.draw_small(shape, batch=1, heads=max(2, _SIZES[-1] // (2 * size)))
             _hold(session, results, words, inputs, gradients=size > 2)  # of one or two keys dQ and dK cancel
+    for rows, keys in ((session.multiple(rows), session.multiple(keys)) for rows, keys in _MANY_ROWS):
+        inputs = session.draw_small(CallShape(rows, keys, session.shape.d), batch=1, heads=2)
+        _hold(session, results, f"{rows} rows, {keys} keys", inputs)
 
 
 def long_keys(session: Session, results: WithinError) -> None:
@@ -367,10 +418,12 @@ QUESTIONS = (
     Question("rewritten_in_place", "a second call with other numbers at the same addresses", rewritten_in_place),
     Question("other_parameters", "calls of one shape with another window, table or sink", other_parameters, version=2),
     Question("after_a_larger_call", "a call after one of more rows, keys and heads", after_a_larger_call),
-    Question("sizes", "1 to 257 rows and keys, around the sizes of tiles", sizes),
+    Question("backward_again", "two backward passes of one forward pass", backward_again),
+    Question("frozen_inputs", "gradients of some of q, K and V alone", frozen_inputs),
+    Question("sizes", "1 to 257 rows and keys, around the sizes of tiles, and up to 9,001 rows", sizes, version=2),
     Question("long_keys", "9,001 and 40,009 keys", long_keys),
     Question("third_call", "the third call on the same numbers against the first", third_call),
-    Question("log_sum_exp", "the log-sum-exp that a kernel returns with O, and its gradients", log_sum_exp, version=2),
+    Question("log_sum_exp", "the log-sum-exp that a kernel returns with O, and its gradients", log_sum_exp, version=3),
     Question("scaled_do", "dO times a power of two", scaled_do),
     Question("defaults", "without scale, causal flag and mask, as far as there are defaults", defaults),
 )
