@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 from time import monotonic
 from typing import TextIO
-from weakref import WeakKeyDictionary
 
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records.store import one_line, write_text
@@ -19,8 +18,8 @@ STDOUT = "-"  # instead of a file
 _COLOURS = {"!": "31", "?": "33"}  # marks of cells that failed and that are not known yet: red, yellow
 _MARKED = re.compile(r"([!?])(?! )[^!?\n]*?\1|^(?:failed|crashed|timed_out) .*$", re.MULTILINE)
 _PYTEST = "pytest"
-_EVERY = 60.0  # seconds at least between two lines of progress where there is no terminal
-_told_at = WeakKeyDictionary[TextIO, float]()  # when the last was written, or the first could have been
+_EVERY = 60.0  # seconds at least between lines of progress in a log: services end a job that is silent for ten minutes
+_told_at = dict[TextIO, float]()  # when the last was written, or the first could have been
 
 
 def width() -> int:
@@ -45,10 +44,7 @@ def show(text: str) -> None:
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Write progress, to standard error by default: over a terminal's last line, else a line a minute at most.
-
-    Services end a job that is silent for ten minutes. What is done within the first minute stays silent.
-    """
+    """Write progress, to standard error by default: over a terminal's last line, else a line a minute at most."""
     stream, moment = stream or sys.stderr, monotonic()
     if stream.isatty():
         stream.write(f"\r{text:80.80}\r")
