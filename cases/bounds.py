@@ -31,7 +31,7 @@ from torch import Tensor
 
 from tiebreak.kernels.algorithms import FLASH_ATTENTION
 from tiebreak.kernels.flash import TileOrder
-from tiebreak.kernels.formats import BF16, FP32, Rounding
+from tiebreak.kernels.formats import BF16, FP16, FP32, Rounding
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import ALL_BF16, Accumulator, Cast, RoundingPlan, SinkEntry
@@ -62,10 +62,10 @@ _IN_O = (*IN_P, "o_bar", "row_sum", "pv", "v8", "o", "sink")
 _EXPONENTIAL_ERROR = 2.0**-13  # relative: 1.2e-4; PyTorch's fast exponential errs by 1.1e-4 at most
 _TANH_ERROR = 2.0**-10.9  # relative: tanh.approx.f32 of GPUs, which FlashAttention-2 and -3 take, has 2^-11
 
-# A kernel that declares nothing is held to the loosest preset, with Q K^T and S - m rounded too.
-UNDECLARED = Declaration(
-    FLASH_ATTENTION, replace(ALL_BF16, name="undeclared", qk=ALL_BF16.s, shifted=ALL_BF16.s), SHIFT_RULES["safe"]
-)
+# A kernel that declares nothing is held to the loosest preset, with Q K^T and S - m rounded, and exp(S - m) in fp16:
+# P-bar may be in that whatever the inputs are in, and loses what lies below its subnormals, which bf16 keeps.
+_LOOSEST = replace(ALL_BF16, name="undeclared", qk=ALL_BF16.s, shifted=ALL_BF16.s, exp=Cast(FP16))
+UNDECLARED = Declaration(FLASH_ATTENTION, _LOOSEST, SHIFT_RULES["safe"])
 
 
 def _roundoff(cast: Cast) -> float:

@@ -7,6 +7,7 @@ import shutil
 import sys
 from functools import cache
 from pathlib import Path
+from time import monotonic
 from typing import TextIO
 
 from tiebreak.reports.errors import UsageError
@@ -17,6 +18,8 @@ STDOUT = "-"  # instead of a file
 _COLOURS = {"!": "31", "?": "33"}  # marks of cells that failed and that are not known yet: red, yellow
 _MARKED = re.compile(r"([!?])(?! )[^!?\n]*?\1|^(?:failed|crashed|timed_out) .*$", re.MULTILINE)
 _PYTEST = "pytest"
+_EVERY = 60.0  # seconds at least between lines of progress in a log: services end a job that is silent for ten minutes
+_told_at = dict[TextIO, float]()  # when the last was written, or the first could have been
 
 
 def width() -> int:
@@ -41,11 +44,14 @@ def show(text: str) -> None:
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Write progress on a terminal, over the last line; standard error by default."""
-    stream = stream or sys.stderr
+    """Write progress, to standard error by default: over a terminal's last line, else a line a minute at most."""
+    stream, moment = stream or sys.stderr, monotonic()
     if stream.isatty():
         stream.write(f"\r{text:80.80}\r")
-        stream.flush()
+    elif text and moment >= _told_at.setdefault(stream, moment) + _EVERY:
+        _told_at[stream] = moment
+        print(text, file=stream)
+    stream.flush()
 
 
 def check_folders(**files: str | None) -> None:

@@ -104,8 +104,6 @@ def matching_backends(selection: Selection) -> list[Backend]:
     try:
         names = names and resolved(names)
         devices = torch_devices(name for name in split(names or "") if name not in COMMONLY)
-    except LoadError as error:
-        raise UsageError(f"--backend {error}") from error
     except ValueError as error:
         raise UsageError(f"--backend: {error}") from error
     backends = _pick("--backend", "backend", names, {**BACKENDS, **devices} if devices else BACKENDS)

@@ -1,3 +1,4 @@
+import io
 import subprocess
 import sys
 from collections.abc import Callable
@@ -124,6 +125,14 @@ def test_colours_only_on_a_terminal_that_wants_them(
     out = tiebreak("show", telling).out
     assert ("\033[31m!+0.23 B!\033[0m" in out) is expected
     assert ("\033" in out) is expected
+
+
+def test_progress_without_a_terminal_is_a_line_a_minute_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    for moment, text in {5: "a", 64: "b", 65: "c", 66: "d", 124: "e", 126: "f", 200: ""}.items():
+        monkeypatch.setattr(terminal, "monotonic", lambda moment=moment: float(moment))
+        terminal.say(text, stream)
+    assert stream.getvalue() == "c\nf\n"
 
 
 def test_control_characters_of_a_file_do_not_reach_the_terminal() -> None:

@@ -143,6 +143,9 @@ def test_a_kernel_that_declares_nothing_is_held_to_the_loosest_bound() -> None:
     foreign = (FOREIGN[name] for name in ("eager", "authors", "flash_1", "split@paper"))
     for declared in (*map(_declared, NAMED), *foreign):
         assert (loosest >= bounds.of(declared)).all()
+    of_p = _bounds(_inputs("sink_tie", BF16)).of_probabilities  # of keys 18 below the maximum, where fp16 has no number
+    for text in ("flash@paper", "flash@fused,p_bar=fp16", "flash@fused,exp=fp16"):
+        assert (of_p(UNDECLARED) >= of_p(parse_declaration(text))).all()
     whole, tiled = (bounds.of(_declared(PAPER, block)) for block in BLOCKS)
     assert (tiled > whole).all()  # O-bar is rounded block by block
 

@@ -170,12 +170,12 @@ def test_a_backend_of_a_file(
     assert record.id == "my_device-standard-random-bf16"
     assert " --backend my_device.py:DEVICE --kernels standard " in record.command
     assert [each.names for each in kept().narrowing if each.field == "backend"] == [("my_device",)]
-    with pytest.raises(UsageError, match=r"^--backend my_device.py has no backend 'LIMIT': name an object of"):
+    with pytest.raises(UsageError, match=r"^--backend: my_device.py has no backend 'LIMIT': name an object of"):
         cells(Selection(backends="cpu,my_device.py:LIMIT"))
-    with pytest.raises(UsageError, match=r"^--backend my_device.py: expected FILE.py:NAME, NAME being an object of"):
+    with pytest.raises(UsageError, match=r"^--backend: my_device.py: expected FILE.py:NAME, NAME being an object of"):
         cells(Selection(backends="cpu,my_device.py"))
     shutil.copy("my_device.py", "another.py")
-    with pytest.raises(UsageError, match=r"^--backend another.py:DEVICE: there is a backend called my_device"):
+    with pytest.raises(UsageError, match=r"^--backend: another.py:DEVICE: there is a backend called my_device"):
         cells(Selection(backends="another.py:DEVICE"))
 
 
