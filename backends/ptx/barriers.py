@@ -10,7 +10,7 @@ import numpy as np
 
 from tiebreak.backends.interpreter.numbers import Array
 from tiebreak.backends.ptx.memory import WARP, SharedMemoryError
-from tiebreak.backends.ptx.operands import Row
+from tiebreak.backends.ptx.operands import OpcodeRow
 from tiebreak.backends.ptx.threads import Threads, by_number
 
 _ONE = np.ones((1, 1), np.int64)
@@ -151,12 +151,12 @@ class _Barrier:
 
 _SCOPE = r"(?:\.(?:acquire|release|relaxed)\.ct[ah])?\.shared(?:::cta)?\.b64"
 ROWS = (
-    Row(r"(?P<name>bar|barrier)\.(?P<way>sync|arrive)", "u32 n?", _meet),
-    Row(rf"mbarrier\.init{_SCOPE}", "at s64", _begin),
-    Row(rf"mbarrier\.inval{_SCOPE}", "at", _end),
-    Row(rf"mbarrier\.(?P<way>arrive|arrive\.expect_tx){_SCOPE}", "- at s64?", _arrive),
-    Row(rf"mbarrier\.(?P<way>expect_tx){_SCOPE}", "at s64", _arrive),
+    OpcodeRow(r"(?P<name>bar|barrier)\.(?P<way>sync|arrive)", "u32 n?", _meet),
+    OpcodeRow(rf"mbarrier\.init{_SCOPE}", "at s64", _begin),
+    OpcodeRow(rf"mbarrier\.inval{_SCOPE}", "at", _end),
+    OpcodeRow(rf"mbarrier\.(?P<way>arrive|arrive\.expect_tx){_SCOPE}", "- at s64?", _arrive),
+    OpcodeRow(rf"mbarrier\.(?P<way>expect_tx){_SCOPE}", "at s64", _arrive),
     # It arrives when the products before it are done.
-    Row(r"tcgen05\.(?P<way>commit)\.cta_group::1\.mbarrier::arrive::one\.shared::cluster\.b64", "at", _arrive),
-    Row(rf"mbarrier\.try_wait\.parity{_SCOPE}", "to at s64 -?", _wait),
+    OpcodeRow(r"tcgen05\.(?P<way>commit)\.cta_group::1\.mbarrier::arrive::one\.shared::cluster\.b64", "at", _arrive),
+    OpcodeRow(rf"mbarrier\.try_wait\.parity{_SCOPE}", "to at s64 -?", _wait),
 )

@@ -11,7 +11,7 @@ from tiebreak.backends.ptx.barriers import ROWS as OF_BARRIERS
 from tiebreak.backends.ptx.blackwell import ROWS as OF_BLACKWELL
 from tiebreak.backends.ptx.bulk import ROWS as OF_BOXES
 from tiebreak.backends.ptx.memory import COPIES, STORES, WARP, WARPGROUP
-from tiebreak.backends.ptx.operands import Row, Run, bound_to, idle, names_of, reader, writer
+from tiebreak.backends.ptx.operands import OpcodeRow, Run, bound_to, idle, names_of, reader, writer
 from tiebreak.backends.ptx.operations import OPERATIONS, TYPES
 from tiebreak.backends.ptx.parsing import Address, Instruction
 from tiebreak.backends.ptx.products import KINDS, Product, load_matrices, matrix_rows, multiplied, product_of
@@ -66,7 +66,7 @@ def _effect(run: Sequence[Instruction], card: str) -> Run | None:
 
 
 @cache
-def _row(opcode: str) -> tuple[Row, Mapping[str, str | None]] | None:
+def _row(opcode: str) -> tuple[OpcodeRow, Mapping[str, str | None]] | None:
     found = ((row, re.fullmatch(row.name, opcode)) for row in _ROWS)
     return next(((row, match.groupdict()) for row, match in found if match), None)
 
@@ -232,23 +232,25 @@ _ORDER, _CACHE = (
 _ACCESS = rf"{_ORDER}\.(?P<space>global|shared)(?:::cta)?{_CACHE}(?:\.v[248])?\.(?P<kind>\w+)"
 _GROUPS = r"(?P<of>cp\.async|cp\.async\.bulk|wgmma)"
 _ROWS = (
-    Row(r"ld(?:\.acquire\.gpu\.global|\.global\.acquire\.gpu)\.[bu]32", "to at", _load_acquired),
-    Row(rf"ld{_ACCESS}", "w at", _load),
-    Row(rf"st{_ACCESS}", "at {kind}*", _store),
-    Row(r"ld\.param(?:\.v[24])?\.(?P<kind>\w+)", "w -", _load_parameter),
-    Row(r"red(?:\.(?:relaxed|release|gpu|global))*\.add\.(?P<kind>\w+)", "at {kind}", _add),
-    Row(r"atom\.shared(?:::cta)?(?:\.cta)?\.(?P<operation>(?:max|min|add)\.u32)", "w at u32", _update),
-    Row(r"cp\.async\.c[ag]\.shared\.global(?:\.L2::\w+)*", "at at n u32?", _copy),
-    Row(rf"{_GROUPS}\.commit_group(?:\.sync\.aligned)?", "", _close),
-    Row(rf"{_GROUPS}\.wait_group(?:\.read|\.sync\.aligned)?", "n", _await),
-    Row(r"bar\.warp\.sync", _ALL_LANES, _meet),
-    Row(r"shfl\.sync\.(?P<way>bfly|idx|down)\.b32", f"w u32 u32 =31 {_ALL_LANES}", _shuffle),
-    Row(r"shfl\.sync\.(?P<way>up)\.b32", f"w u32 u32 =0 {_ALL_LANES}", _shuffle),
-    Row(r"redux\.sync\.(?P<name>max|min)\.(?P<kind>f32|s32|u32)", "w {kind} u32", _reduce),
-    Row(r"elect\.sync", "w -", _elect),
-    Row(r"vote\.sync\.ballot\.b32", "w pred -", _vote),
-    Row(r"ldmatrix\.sync\.aligned\.m8n8\.x(?P<count>[124])(?P<turned>\.trans)?\.shared\.b16", "w at", _load_matrices),
-    Row(r"stmatrix\.sync\.aligned\.m8n8\.x[124](?P<turned>\.trans)?\.shared\.b16", "at u32*", _store_matrices),
+    OpcodeRow(r"ld(?:\.acquire\.gpu\.global|\.global\.acquire\.gpu)\.[bu]32", "to at", _load_acquired),
+    OpcodeRow(rf"ld{_ACCESS}", "w at", _load),
+    OpcodeRow(rf"st{_ACCESS}", "at {kind}*", _store),
+    OpcodeRow(r"ld\.param(?:\.v[24])?\.(?P<kind>\w+)", "w -", _load_parameter),
+    OpcodeRow(r"red(?:\.(?:relaxed|release|gpu|global))*\.add\.(?P<kind>\w+)", "at {kind}", _add),
+    OpcodeRow(r"atom\.shared(?:::cta)?(?:\.cta)?\.(?P<operation>(?:max|min|add)\.u32)", "w at u32", _update),
+    OpcodeRow(r"cp\.async\.c[ag]\.shared\.global(?:\.L2::\w+)*", "at at n u32?", _copy),
+    OpcodeRow(rf"{_GROUPS}\.commit_group(?:\.sync\.aligned)?", "", _close),
+    OpcodeRow(rf"{_GROUPS}\.wait_group(?:\.read|\.sync\.aligned)?", "n", _await),
+    OpcodeRow(r"bar\.warp\.sync", _ALL_LANES, _meet),
+    OpcodeRow(r"shfl\.sync\.(?P<way>bfly|idx|down)\.b32", f"w u32 u32 =31 {_ALL_LANES}", _shuffle),
+    OpcodeRow(r"shfl\.sync\.(?P<way>up)\.b32", f"w u32 u32 =0 {_ALL_LANES}", _shuffle),
+    OpcodeRow(r"redux\.sync\.(?P<name>max|min)\.(?P<kind>f32|s32|u32)", "w {kind} u32", _reduce),
+    OpcodeRow(r"elect\.sync", "w -", _elect),
+    OpcodeRow(r"vote\.sync\.ballot\.b32", "w pred -", _vote),
+    OpcodeRow(
+        r"ldmatrix\.sync\.aligned\.m8n8\.x(?P<count>[124])(?P<turned>\.trans)?\.shared\.b16", "w at", _load_matrices
+    ),
+    OpcodeRow(r"stmatrix\.sync\.aligned\.m8n8\.x[124](?P<turned>\.trans)?\.shared\.b16", "at u32*", _store_matrices),
     *OF_WARPGROUPS,
     *OF_BLACKWELL,
     *OF_BARRIERS,

@@ -10,7 +10,7 @@ import numpy as np
 
 from tiebreak.backends.interpreter.numbers import Array
 from tiebreak.backends.ptx.memory import WARP
-from tiebreak.backends.ptx.operands import Row, idle
+from tiebreak.backends.ptx.operands import OpcodeRow, idle
 from tiebreak.backends.ptx.operations import TYPES
 from tiebreak.backends.ptx.parsing import Address
 from tiebreak.backends.ptx.products import multiplied, product_of
@@ -106,16 +106,16 @@ def _multiply(
 
 _ALIGNED = r"\.cta_group::1\.sync\.aligned"
 ROWS = (
-    Row(rf"tcgen05\.alloc{_ALIGNED}\.shared::cta\.b32", "at u32", _allocate),
-    Row(rf"tcgen05\.(?:relinquish_alloc_permit|dealloc){_ALIGNED}(?:\.b32)?", "...", idle),
-    Row(r"tcgen05\.fence::(?:before|after)_thread_sync", "", idle),  # an order that instructions have here
-    Row(r"tcgen05\.ld\.sync\.aligned\.32x32b\.x(?P<count>\d+)\.b32", "w at", _load),
-    Row(r"tcgen05\.ld\.sync\.aligned\.16x32bx2\.x(?P<count>\d+)\.b32", "w at n", _load),
-    Row(r"tcgen05\.st\.sync\.aligned\.32x32b\.x(?P<count>\d+)\.b32", "at u32*", _store),
-    Row(r"tcgen05\.st\.sync\.aligned\.16x32bx2\.x(?P<count>\d+)\.b32", "at n u32*", _store),
-    Row(r"tcgen05\.wait::st\.sync\.aligned", "", _await_stores),
-    Row(r"tcgen05\.wait::ld\.sync\.aligned", "", idle),  # Triton's code reads registers before it waits for them
-    Row(
+    OpcodeRow(rf"tcgen05\.alloc{_ALIGNED}\.shared::cta\.b32", "at u32", _allocate),
+    OpcodeRow(rf"tcgen05\.(?:relinquish_alloc_permit|dealloc){_ALIGNED}(?:\.b32)?", "...", idle),
+    OpcodeRow(r"tcgen05\.fence::(?:before|after)_thread_sync", "", idle),  # an order that instructions have here
+    OpcodeRow(r"tcgen05\.ld\.sync\.aligned\.32x32b\.x(?P<count>\d+)\.b32", "w at", _load),
+    OpcodeRow(r"tcgen05\.ld\.sync\.aligned\.16x32bx2\.x(?P<count>\d+)\.b32", "w at n", _load),
+    OpcodeRow(r"tcgen05\.st\.sync\.aligned\.32x32b\.x(?P<count>\d+)\.b32", "at u32*", _store),
+    OpcodeRow(r"tcgen05\.st\.sync\.aligned\.16x32bx2\.x(?P<count>\d+)\.b32", "at n u32*", _store),
+    OpcodeRow(r"tcgen05\.wait::st\.sync\.aligned", "", _await_stores),
+    OpcodeRow(r"tcgen05\.wait::ld\.sync\.aligned", "", idle),  # Triton's code reads registers before it waits for them
+    OpcodeRow(
         r"tcgen05\.mma\.cta_group::1\.kind::(?P<kind>f16|f8f6f4)(?:\.collector::a::discard)?",
         "at u64 u64 u32 u32*? pred",
         _multiply,

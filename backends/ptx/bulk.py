@@ -12,7 +12,7 @@ import numpy as np
 from tiebreak.backends.interpreter.numbers import Array
 from tiebreak.backends.ptx.barriers import barrier_at
 from tiebreak.backends.ptx.memory import STORES
-from tiebreak.backends.ptx.operands import Row, idle
+from tiebreak.backends.ptx.operands import OpcodeRow, idle
 from tiebreak.backends.ptx.threads import TensorMap, Threads, by_number
 
 _WORD = 4  # bytes
@@ -86,11 +86,11 @@ def _boxes(threads: Threads, places: Array, asked: Asked) -> tuple[Array, Array,
 _TENSOR = r"cp\.async\.bulk\.tensor\.[1-5]d\."
 _TILE, _BYTES, _HINT = r"(?:\.tile)?", r"\.mbarrier::complete_tx::bytes", r"(?:\.L2::cache_hint)?"
 ROWS = (
-    Row(rf"{_TENSOR}shared::cta\.global{_TILE}{_BYTES}{_HINT}", "at u64 s32* at -?", _load),
-    Row(rf"cp\.async\.bulk\.shared::cluster\.global{_BYTES}", "at at u32 at", _load),  # its own block's memory
-    Row(rf"{_TENSOR}global\.shared::cta{_TILE}\.bulk_group{_HINT}", "u64 s32* at -?", _store),
-    Row(r"cp\.reduce\.async\.bulk\.global\.shared::cta\.bulk_group\.add\.f32", "at at u32", _add),
-    Row(r"griddepcontrol\.(?:wait|launch_dependents)", "", idle),  # a launch is over when the next one begins
-    Row(r"prefetch\.tensormap|fence\.mbarrier_init\.release\.cluster", "...", idle),
-    Row(r"setmaxnreg\.(?:inc|dec)\.sync\.aligned\.u32", "...", idle),
+    OpcodeRow(rf"{_TENSOR}shared::cta\.global{_TILE}{_BYTES}{_HINT}", "at u64 s32* at -?", _load),
+    OpcodeRow(rf"cp\.async\.bulk\.shared::cluster\.global{_BYTES}", "at at u32 at", _load),  # its own block's memory
+    OpcodeRow(rf"{_TENSOR}global\.shared::cta{_TILE}\.bulk_group{_HINT}", "u64 s32* at -?", _store),
+    OpcodeRow(r"cp\.reduce\.async\.bulk\.global\.shared::cta\.bulk_group\.add\.f32", "at at u32", _add),
+    OpcodeRow(r"griddepcontrol\.(?:wait|launch_dependents)", "", idle),  # a launch is over when the next one begins
+    OpcodeRow(r"prefetch\.tensormap|fence\.mbarrier_init\.release\.cluster", "...", idle),
+    OpcodeRow(r"setmaxnreg\.(?:inc|dec)\.sync\.aligned\.u32", "...", idle),
 )

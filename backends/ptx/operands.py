@@ -31,7 +31,7 @@ _SPECIAL = re.compile(r"%(?:tid\.x|(?:n?cta|cluster)id\.[xyz]|laneid|cluster_cta
 _OF_WARPS = re.compile(r"(?!wgmma|bar\.sync|barrier).*\.sync\b")  # whose threads have to come together
 
 
-class Row(NamedTuple):
+class OpcodeRow(NamedTuple):
     """Some instructions that memory or other threads take part in."""
 
     name: str  # a regular expression; its named groups are words of the function
@@ -43,7 +43,7 @@ def idle(*_: object, **__: object) -> None:
     """Change nothing."""
 
 
-def bound_to(row: Row, at: Instruction, **groups: str | None) -> Run:
+def bound_to(row: OpcodeRow, at: Instruction, **groups: str | None) -> Run:
     """Return what an instruction does whose name a row has; raise CannotRunError if its operands are others."""
     kinds, write, reads = row.operands.format(**groups).split(), None, list[Read]()
     for kind in [kind for kind in kinds if kind[-1] == "?"]:

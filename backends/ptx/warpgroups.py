@@ -10,7 +10,7 @@ import numpy as np
 
 from tiebreak.backends.interpreter.numbers import Array
 from tiebreak.backends.ptx.memory import WARPGROUP
-from tiebreak.backends.ptx.operands import Row, names_of
+from tiebreak.backends.ptx.operands import OpcodeRow, names_of
 from tiebreak.backends.ptx.operations import TYPES
 from tiebreak.backends.ptx.products import KINDS, multiplied, product_of
 from tiebreak.backends.ptx.threads import Threads
@@ -102,11 +102,11 @@ def _show_writes(threads: Threads, mask: Array) -> None:
 
 
 ROWS = (
-    Row(
+    OpcodeRow(
         rf"wgmma\.mma_async\.sync\.aligned\.m64n(?P<n>\d+)k(?P<k>\d+)\.f32\.{KINDS}",
         "- u64* u64 pred =1 =1 n? n?",
         _multiply,
     ),
-    Row(r"wgmma\.fence\.sync\.aligned", "", _fence),
-    Row(r"fence\.proxy\.async(?:\.shared::cta)?", "", _show_writes),
+    OpcodeRow(r"wgmma\.fence\.sync\.aligned", "", _fence),
+    OpcodeRow(r"fence\.proxy\.async(?:\.shared::cta)?", "", _show_writes),
 )

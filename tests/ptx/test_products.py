@@ -22,7 +22,7 @@ def braces(names: tuple[str, ...]) -> str:
 
 
 def a_element(lane: int, at: int) -> tuple[int, int]:
-    """Row and column (Matrix Fragments for mma.m16n8k16)."""
+    """OpcodeRow and column (Matrix Fragments for mma.m16n8k16)."""
     group, within = lane >> 2, lane % 4
     return (group if at in (0, 1, 4, 5) else group + 8), within * 2 + (at & 1) + (0 if at < 4 else 8)
 
