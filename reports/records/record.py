@@ -150,7 +150,7 @@ class MeasureRecord(Data, frozen=True):
     per: str | None = None  # the measure that it is a share of
     portable: bool = False  # whether the gate holds it between platforms too
     column: bool = False  # whether the page's table of all cells has a column of it
-    of_biased: bool = False  # whether biased cells alone have it
+    of_biased: bool = False  # whether a cell that is not biased may lack it
 
 
 class LimitRecord(Data, frozen=True):
