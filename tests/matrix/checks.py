@@ -34,8 +34,8 @@ head of normal numbers may err `WORSE` times as much as the plan errs there; tes
 derives it. In a gradient the errors of one pass in one head are a single draw: with a gradient through the maximum one
 number of a row decides, and may be near 0. There the known pass that errs most in that head counts, and dQ and dK of a
 kernel that follows none may err `WAYS` times as much, as one sound pass may as another. Compared with one pass,
-autograd's gradients of tiled loops, sound ones, came to 16 and more in 4,200 cells of 200 seeds, compared with all of them
-to 3.5 in 600 of these (tests/defects/loops.py), where `WORSE` times `WAYS` is 16: none was blamed.
+autograd's gradients of tiled loops, sound ones, came to 16 and more in 4,200 cells of 200 seeds, compared with all of
+them to 3.5 in 600 of these (tests/defects/loops.py), where `WORSE` times `WAYS` is 16: none was blamed.
 
 A cell fails where the whole interval lies beyond the limit, and passes where it lies within. Else more heads are drawn;
 if they are too few at the cap the answer is undecided, and the run fails. The interval's confidence leaves one false
