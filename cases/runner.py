@@ -243,7 +243,10 @@ def main() -> None:
     parser.add_argument("--kernel", metavar="FILE.py[:NAME]", help=kernel)
     parser.add_argument("--child", choices=("load", "work"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    every = json.loads((options.folder / "calls.json").read_text())["calls"]
+    try:
+        every = json.loads((options.folder / "calls.json").read_text())["calls"]
+    except (OSError, ValueError, KeyError) as error:
+        parser.error(f"{options.folder}: no folder of calls: {error}")
     outputs = {call["id"]: options.folder / f"{call['id']}.out.safetensors" for call in every}
     if options.child:
         child(options, [call for call in every if not outputs[call["id"]].exists()])

@@ -427,6 +427,18 @@ def test_a_kernel_that_cannot_be_loaded_answers_nothing_and_calls_that_raised_ar
     assert f"calls: {every} calls answered, 0 refused, 0 raised\n" in said_by("kernels.py:plain")[0]
 
 
+@pytest.mark.parametrize("content", [None, "", "{}"])
+def test_a_folder_without_calls_is_refused_in_one_line(
+    content: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if content is not None:
+        (tmp_path / MANIFEST).write_text(content)
+    monkeypatch.setattr(sys, "argv", ["run.py", str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"^2$"):
+        runner.main()
+    assert f"error: {tmp_path}: no folder of calls: " in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_raw_files_have_the_verdict_of_the_others(
     good: Path, raw: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
