@@ -299,8 +299,8 @@ def sizes(session: Session, results: WithinError) -> None:
             inputs = session.draw_small(shape, batch=1, heads=max(2, _SIZES[-1] // (2 * size)))
             _hold(session, results, words, inputs, gradients=size > 2)  # of one or two keys dQ and dK cancel
     for rows, keys in ((session.multiple(rows), session.multiple(keys)) for rows, keys in _MANY_ROWS):
-        inputs = session.draw_small(CallShape(rows, keys, session.shape.d), batch=1, heads=2)
-        _hold(session, results, f"{rows} rows, {keys} keys", inputs)
+        shape = CallShape(rows, keys, session.shape.d, causal=causal and rows == keys)
+        _hold(session, results, f"{rows} rows, {keys} keys", session.draw_small(shape, batch=1, heads=2))
 
 
 def long_keys(session: Session, results: WithinError) -> None:
