@@ -161,14 +161,20 @@ class Session:
         return True
 
     @contextmanager
-    def leaving_out(self) -> Iterator[None]:
-        """Leave the rest of the block out, and keep why, where the kernel refuses a call in it."""
+    def leaving_out(self, words: str = "") -> Iterator[None]:
+        """Leave the rest of the block out, and keep why, where the kernel refuses a call in it.
+
+        With `words`, where it raises at all: it says that it takes no such call, and computes nothing wrong.
+        """
         try:
             yield
-        except CannotRunError as error:
-            if error.blame is Blame.KERNEL:
+        except Exception as error:
+            refuses = isinstance(error, CannotRunError) and error.blame is not Blame.KERNEL
+            if words:
+                refuses = not self.cell.backend.poisoned() and not isinstance(error, NotAskedError)
+            if not refuses:
                 raise
-            self.refused[str(error)] = None
+            self.refused[f"{words}: {in_one_line(error)}" if words else str(error)] = None
 
     # Large calls, of which a batch has as many heads as a run says.
 
@@ -311,13 +317,9 @@ class Session:
 
     def answers_with_placement(self, inputs: AttentionInputs, places: Places, *, gradients: bool = True) -> Answers:
         """Return the answer of a call with its arguments placed elsewhere; none where the kernel refuses that."""
-        try:
+        with self.leaving_out("takes no such view, contiguous=true says so"):
             return self.place(inputs, places, gradients=gradients).answers()
-        except Exception as error:  # it says that it takes no such view, and computes nothing wrong
-            if self.cell.backend.poisoned() or isinstance(error, NotAskedError):
-                raise
-            self.refused[f"takes no such view, contiguous=true says so: {in_one_line(error)}"] = None
-            return {}
+        return {}
 
 
 def _gradients(output: AttentionOutput) -> tuple[Tensor, ...]:

@@ -16,7 +16,7 @@ from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.kernels.external.options import AUTOGRAD, split_words
 from tiebreak.kernels.features import CAPPED_BIAS, CAUSAL, GROUPED, HIDDEN_NAN, OWN_ENDS, OWN_SCALE, VALUE_DIM, WINDOW
 from tiebreak.kernels.inputs import AttentionInputs
-from tiebreak.kernels.kernel import CannotRunError, Declaration, NotAskedError, in_one_line
+from tiebreak.kernels.kernel import CannotRunError, Declaration
 from tiebreak.matrix.questions.comparison import BATCH, DQ, Answers, Cut, O, WithinError
 from tiebreak.matrix.questions.log_sum_exp import log_sum_exp
 from tiebreak.matrix.questions.placements import before_nan, expanded, fused, transposed, within_nan
@@ -243,14 +243,9 @@ def scaled_do(session: Session, results: WithinError) -> None:
 
 def _gradients_of(session: Session, call: PlacedCall, o: Tensor, wanted: tuple[Tensor, ...]) -> Made:
     """Return autograd's gradients of some arguments, and keep its graph; none, but why, where that raises."""
-    try:
-        with session.calling(gradients=True):
-            return torch.autograd.grad(o, wanted, call.placed.do, retain_graph=True)
-    except Exception as error:  # it says that it gives no such gradients, and computes nothing wrong
-        if session.cell.backend.poisoned() or isinstance(error, NotAskedError):
-            raise
-        session.refused[f"gives no such gradients: {in_one_line(error)}"] = None
-        return ()
+    with session.leaving_out("gives no such gradients"), session.calling(gradients=True):
+        return torch.autograd.grad(o, wanted, call.placed.do, retain_graph=True)
+    return ()
 
 
 def _check_autograd(session: Session) -> None:
